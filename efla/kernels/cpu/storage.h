@@ -1,0 +1,66 @@
+// Storage types of tensors and the arithmetic done on them, one element at a time; the vector
+// counterpart is simd-inl.h.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "efla/kernels/params.h"
+#include "hwy/base.h"
+
+namespace efla::cpu {
+
+using BFloat16 = hwy::bfloat16_t;
+
+/// The type in which values stored as S are computed: double for double, float otherwise.
+template <typename S>
+struct ArithmeticOf {
+  using type = float;
+};
+template <>
+struct ArithmeticOf<double> {
+  using type = double;
+};
+template <typename S>
+using Arithmetic = typename ArithmeticOf<S>::type;
+
+inline float to_arithmetic(float x) { return x; }
+inline double to_arithmetic(double x) { return x; }
+inline float to_arithmetic(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof(out));
+  return out;
+}
+
+/// Rounds to nearest even, as torch does; NaN stays NaN.
+template <typename S>
+S from_arithmetic(Arithmetic<S> x) {
+  return x;
+}
+template <>
+inline BFloat16 from_arithmetic<BFloat16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  BFloat16 out;
+  out.bits =
+      x != x ? uint16_t{0x7FC0} : static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  return out;
+}
+
+/// Calls f(S{}) with the storage type of `dtype`. kFloat16 has no CPU kernels (callers refuse it).
+template <typename F>
+void dispatch_storage(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64:
+      f(double{});
+      break;
+    case DType::kBFloat16:
+      f(BFloat16{});
+      break;
+    default:
+      f(float{});
+  }
+}
+
+}  // namespace efla::cpu
