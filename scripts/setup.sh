@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Installs what the build and the tests need: Debian packages, and torch in .venv of this checkout.
+# A second run finds everything in place and takes a second. First run: 1 to 5 minutes, most of it
+# the download of torch (0.8 GB where the CUDA toolkit is installed, 3 GB elsewhere).
+set -euo pipefail
+. "$(dirname "$0")/lib.sh"
+cd "$ROOT"
+
+PACKAGES=(g++ cmake ninja-build ccache pkg-config git python3 python3-venv
+  libhwy-dev libcli11-dev libtomlplusplus-dev libfmt-dev libspdlog-dev nlohmann-json3-dev
+  libsentencepiece-dev libgtest-dev libgmock-dev librapidcheck-dev zlib1g-dev liblzma-dev
+  gnuplot-nox xz-utils)
+
+missing=()
+for package in "${PACKAGES[@]}"; do
+  dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+done
+if [ ${#missing[@]} -gt 0 ]; then
+  say "Installing ${#missing[@]} Debian packages (about 1 minute): ${missing[*]}"
+  command -v apt-get >/dev/null || die "apt-get is not here: install the equivalents of ${missing[*]}, then start again"
+  log=$(mktemp)
+  (as_root apt-get -qq update && as_root env DEBIAN_FRONTEND=noninteractive \
+    apt-get -qq install -y --no-install-recommends "${missing[@]}") >"$log" 2>&1 || {
+    tail -n 5 "$log" >&2
+    die "apt-get could not install ${missing[*]} (whole log: $log)"
+  }
+  rm -f "$log"
+fi
+
+# True where PYTHON imports a torch that is new enough.
+torch_works() {
+  "$1" -c 'import sys, torch; v = torch.__version__.split("."); sys.exit((int(v[0]), int(v[1])) < (2, 9))' 2>/dev/null
+}
+
+# An importable torch of the system's python3 is used as it is, seen through the environment.
+if [ ! -x .venv/bin/python ]; then
+  say "Making a Python environment in .venv"
+  flags=()
+  if torch_works python3; then flags=(--system-site-packages); fi
+  python3 -m venv "${flags[@]}" .venv || die "python3 could not make .venv: install python3-venv, then start again"
+fi
+pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
+
+small=(filelock typing-extensions sympy networkx jinja2 fsspec numpy pytest safetensors)
+if ! .venv/bin/python -c 'import filelock, typing_extensions, sympy, networkx, jinja2, fsspec, numpy, pytest, safetensors' 2>/dev/null; then
+  say "Installing Python packages for the tests (about 20 seconds)"
+  pip install "${small[@]}" || die "pip could not install ${small[*]}: is PyPI reachable from here?"
+fi
+if ! torch_works .venv/bin/python; then
+  if has_cuda_toolkit; then
+    say "Installing torch 2.11.0 beside the CUDA toolkit (0.8 GB, about 1 minute)"
+    pip install --no-deps torch==2.11.0 nvidia-cusparselt-cu13==0.8.0 nvidia-nvshmem-cu13==3.4.5 \
+      nvidia-cufile==1.15.1.6 || die "pip could not install torch 2.11.0: is PyPI reachable from here?"
+  fi
+  if ! torch_works .venv/bin/python; then
+    say "Installing torch 2.11.0 with its own CUDA libraries (3 GB, 2 to 4 minutes)"
+    pip install torch==2.11.0 || die "pip could not install torch 2.11.0: is PyPI reachable from here?"
+  fi
+  torch_works .venv/bin/python || die "torch is installed in .venv but does not import: run '.venv/bin/python -c \"import torch\"' to see why"
+fi
