@@ -1,0 +1,35 @@
+// The training loop: one recipe in, a run folder out.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "efla/nn/language_model.h"
+#include "efla/train/recipe.h"
+
+namespace efla {
+
+struct TrainOptions {
+  bool fresh = false;  // start over in the first free folder OUT-2, OUT-3, ... instead of resuming
+
+  /// Called between the backward pass and the update of each step; tests inject NaN here.
+  std::function<void(int64_t step, LanguageModel& model)> on_gradients;
+};
+
+struct TrainResult {
+  std::string run_folder;
+  std::string checkpoint;  // newest checkpoint folder
+  int64_t step = 0;        // updates done
+  int64_t skipped_steps = 0;
+  double train_loss = 0;        // nats per token, last update
+  double first_valid_loss = 0;  // nats per token; NaN without held-out data
+  double valid_loss = 0;
+};
+
+/// Trains, or goes on with the run that the recipe's folder already holds. Prints progress to
+/// stderr. Throws UsageError for a request that cannot be met and Error for what fails later; also
+/// Error when SIGINT or SIGTERM ends the run after its checkpoint is written.
+TrainResult train(Recipe recipe, const TrainOptions& options = {});
+
+}  // namespace efla
