@@ -1,0 +1,37 @@
+// What a sequence carries from one call of the model to the next.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace efla {
+
+/// The decoding state of B sequences; constant size, whatever the length. Empty until the first
+/// forward call, which fills it. Copying clones the tensors (single-token steps update them in
+/// place), so a copy is an independent branch; moving is free.
+struct Cache {
+  struct Layer {
+    at::Tensor recurrent_state;         // [B, H, K, V] float32 (float64 for a float64 model)
+    at::Tensor conv_q, conv_k, conv_v;  // [B, D, W]: the last W inputs of each convolution
+
+    Layer() = default;
+    Layer(Layer&&) = default;
+    Layer& operator=(Layer&&) = default;
+    Layer(const Layer& other);
+    Layer& operator=(const Layer& other);
+  };
+
+  std::vector<Layer> layers;
+  int64_t tokens_seen = 0;  // per sequence; for packed calls of unequal lengths: of the longest
+
+  bool empty() const { return layers.empty(); }
+  int64_t batch_size() const;  // B; 0 when empty
+  void clear();
+
+  /// The cache of the given rows, in that order; a row may repeat (branching). rows [R] int64.
+  Cache select(const at::Tensor& rows) const;
+};
+
+}  // namespace efla
