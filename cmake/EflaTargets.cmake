@@ -9,6 +9,8 @@ target_compile_options(efla_warnings INTERFACE -Wall -Wextra -Wno-unused-paramet
 # The libtorch headers, precompiled once and reused by every torch room.
 function(efla_use_torch target)
   target_link_libraries(${target} PUBLIC Libtorch::Libtorch)
+  # The wheel brings newer fmt headers than the system's libfmt; header-only keeps the two apart.
+  target_compile_definitions(${target} PRIVATE FMT_HEADER_ONLY)
   if(EFLA_PCH)
     if(NOT TARGET efla_torch_pch)
       file(WRITE ${CMAKE_BINARY_DIR}/torch_pch.cc "")
