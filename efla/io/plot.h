@@ -1,0 +1,28 @@
+// Curves as a picture, drawn by the program gnuplot.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace efla {
+
+struct Curve {
+  std::string title;
+  std::vector<std::pair<double, double>> points;  ///< not-finite points leave a gap
+};
+
+struct Plot {
+  std::string title, x_label, y_label;
+  std::vector<Curve> curves;
+  bool log_x = false, log_y = false;
+};
+
+/// Writes NAME.gp (script and data in one file, to be edited and drawn again) and draws NAME.png,
+/// where `png` is
+/// .../NAME.png. Returns whether the picture was drawn; without gnuplot it warns once and the
+/// script stays. Errors: an unwritable folder.
+bool draw_plot(const std::filesystem::path& png, const Plot& plot);
+
+}  // namespace efla
