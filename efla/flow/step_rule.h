@@ -14,10 +14,13 @@
 //   exact      -(1-a), a=e^log_decay   a beta phi(a x)                  beta phi((1-a) + a x)
 //   exact_log  log_decay               beta phi(x)                      beta phi(x - log_decay)
 //
-// One header for host and device, float and double. No epsilon is added anywhere: beta = 0,
-// lambda = 0 and x = 1e6 give finite values and gradients.
+// One header for host and device, float and double. No epsilon is added anywhere: the exact rules
+// give finite coefficients and no NaN for every finite beta >= 0, lambda >= 0 and log_decay <= 0,
+// subnormals and overflowing products included (docs/mathematics.md, "Numerics"). Device code must
+// not be compiled with fast-math exponentials: the accuracy stated here rests on exp and expm1.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 
 #if defined(__CUDACC__)
@@ -47,52 +50,114 @@ struct StepInputGradients {
   T log_decay;
 };
 
-/// phi(x) = (1 - e^{-x}) / x, phi(0) = 1. Relative error below 1e-6 in float for every x >= 0.
+namespace internal {
+
+// Nested (Horner) evaluation of the alternating series whose term ratio is -x * num / den, from
+// term N to term `Last`; the quotients fold into constants.
+
+// phi(x) = 1 - x/2 (1 - x/3 (1 - x/4 (...))).
+template <int N, int Last, typename T>
+EFLA_HOST_DEVICE T phi_series(T x) {
+  if constexpr (N > Last) {
+    return T(1);
+  } else {
+    return T(1) - x * T(1.0 / (N + 1)) * phi_series<N + 1, Last>(x);
+  }
+}
+
+// phi'(x) = -1/2 (1 - x 2/(1*3) (1 - x 3/(2*4) (...))): term n is (-1)^n n x^{n-1} / (n+1)!.
+template <int N, int Last, typename T>
+EFLA_HOST_DEVICE T phi_derivative_series(T x) {
+  if constexpr (N > Last) {
+    return T(1);
+  } else {
+    return T(1) - x * T((N + 1.0) / (N * (N + 2.0))) * phi_derivative_series<N + 1, Last>(x);
+  }
+}
+
+// e^{-x} cut after the term (-x)^Last / Last!.
+template <int N, int Last, typename T>
+EFLA_HOST_DEVICE T exp_series(T x) {
+  if constexpr (N > Last) {
+    return T(1);
+  } else {
+    return T(1) - x * T(1.0 / N) * exp_series<N + 1, Last>(x);
+  }
+}
+
+template <typename T>
+EFLA_HOST_DEVICE T largest_finite() {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return FLT_MAX;
+  } else {
+    return DBL_MAX;
+  }
+}
+
+}  // namespace internal
+
+/// phi(x) = (1 - e^{-x}) / x, phi(0) = 1. Relative error below 2e-7 in float and 5e-16 in double
+/// for every x >= 0.
 template <typename T>
 EFLA_HOST_DEVICE T phi(T x) {
-  // Below 1e-4 the series' third term is under 2e-9; it also avoids 0/0 and subnormal quotients.
-  if (x < T(1e-4) && x > T(-1e-4))
-    return T(1) - x * (T(0.5) - x * (T(1) / T(6) - x * (T(1) / T(24))));
+  // Below 1e-4 the first dropped term, x^4/120, is under 1e-18; this branch also avoids 0/0.
+  if (x < T(1e-4) && x > T(-1e-4)) return internal::phi_series<1, 3>(x);
   return -std::expm1(-x) / x;
 }
 
-/// phi'(x) = (e^{-x} - phi(x)) / x, phi'(0) = -1/2. Relative error below 1e-6 in float.
+/// phi'(x) = (e^{-x} - phi(x)) / x, phi'(0) = -1/2. Relative error below 1e-6 in float and 2e-15 in
+/// double for 0 <= x <= 1e6 (beyond 1e19 in float the result underflows to zero).
 template <typename T>
 EFLA_HOST_DEVICE T phi_derivative(T x) {
-  if (x < T(1) && x > T(-1)) {
-    // sum_{n>=1} (-1)^n n x^{n-1} / (n+1)!: the direct form cancels here.
-    constexpr int kTerms = sizeof(T) == 4 ? 12 : 20;
-    T sum = T(0);
-    T term = T(-0.5);  // (-1)^n x^{n-1} / (n+1)! * n at n = 1
-    for (int n = 1; n <= kTerms; ++n) {
-      sum += term;
-      term *= -x * T(n + 1) / (T(n) * T(n + 2));
-    }
-    return sum;
-  }
+  // The closed form loses a factor 2/x of accuracy, so below 1 the series takes over.
+  constexpr int kTerms = sizeof(T) == sizeof(float) ? 11 : 19;
+  if (x < T(1) && x > T(-1)) return T(-0.5) * internal::phi_derivative_series<1, kTerms>(x);
   return (std::exp(-x) - phi(x)) / x;
 }
 
 namespace internal {
 
-// sum_{n<N} (-x)^n / (n+1)! and its derivative: the truncation of phi that an N-stage Runge-Kutta
-// step makes.
-template <int N, typename T>
-EFLA_HOST_DEVICE T truncated_phi(T x) {
-  if constexpr (N == 2) {
-    return T(1) - x / T(2);
-  } else {
-    return T(1) - x * (T(0.5) - x * (T(1) / T(6) - x * (T(1) / T(24))));
-  }
+// One term of the exact flow, beta phi(eta) with eta = beta * rate + extra: both coefficients of
+// every exact rule have this form (docs/mathematics.md, "Gated rules"). beta, rate, extra >= 0.
+template <typename T>
+EFLA_HOST_DEVICE T flow_term(T beta, T rate, T extra) {
+  const T eta = beta * rate + extra;
+  if (!(eta >= T(1))) return beta * phi(eta);
+  // The same quotient divided through by beta, so that an overflowing eta still gives 1 / rate.
+  return -std::expm1(-eta) / (rate + extra / beta);
 }
 
-template <int N, typename T>
-EFLA_HOST_DEVICE T truncated_phi_derivative(T x) {
-  if constexpr (N == 2) {
-    return T(-0.5);
+// Partial derivatives of flow_term.
+template <typename T>
+struct FlowSlopes {
+  T beta;   // e^{-eta} - extra phi'(eta)
+  T rate;   // beta^2 phi'(eta)
+  T extra;  // beta phi'(eta)
+};
+
+template <typename T>
+EFLA_HOST_DEVICE FlowSlopes<T> flow_term_slopes(T beta, T rate, T extra) {
+  const T eta = beta * rate + extra;
+  const T survive = std::exp(-eta);
+  FlowSlopes<T> slopes;
+  if (!(eta >= T(1))) {
+    const T slope = phi_derivative(eta);
+    slopes = {survive - extra * slope, beta * (beta * slope), beta * slope};
   } else {
-    return T(-0.5) + x * (T(1) / T(3) - x * (T(1) / T(8)));
+    const T gained = -std::expm1(-eta);
+    const T quotient = T(1) / (rate + extra / beta);    // beta / eta
+    const T fall = beta * survive - gained * quotient;  // beta eta phi'(eta)
+    slopes = {survive - (extra / eta) * (survive - gained / eta), fall * quotient, fall / eta};
   }
+  // Only beta > 1e19 (float) gets here: an infinite slope times a zero gradient would be NaN.
+  if (slopes.rate < -largest_finite<T>()) slopes.rate = -largest_finite<T>();
+  return slopes;
+}
+
+// |k|^2 of a finite key may overflow; the largest finite number stands for it, as 0 * inf is NaN.
+template <typename T>
+EFLA_HOST_DEVICE T finite_lambda(T lambda) {
+  return lambda > largest_finite<T>() ? largest_finite<T>() : lambda;
 }
 
 }  // namespace internal
@@ -103,44 +168,44 @@ template <typename T>
 EFLA_HOST_DEVICE StepCoefficients<T> step_coefficients(Rule rule, T beta, T lambda, bool has_decay,
                                                        T log_decay) {
   const T g = has_decay ? log_decay : T(0);
-  const T x = beta * lambda;
+  lambda = internal::finite_lambda(lambda);
   switch (rule) {
     case Rule::kLinear:
       return {g, T(0), beta};
     case Rule::kEuler:
       return {g, beta, beta};
     case Rule::kRk2: {
-      const T c = beta * internal::truncated_phi<2>(x);
+      const T c = beta * internal::phi_series<1, 1>(beta * lambda);
       return {T(0), c, c};
     }
     case Rule::kRk4: {
-      const T c = beta * internal::truncated_phi<4>(x);
+      const T c = beta * internal::phi_series<1, 3>(beta * lambda);
       return {T(0), c, c};
     }
     case Rule::kExact: {
       if (!has_decay) {
-        const T c = beta * phi(x);
+        const T c = internal::flow_term(beta, lambda, T(0));
         return {T(0), c, c};
       }
       const T a = std::exp(g);
       const T minus_delta = std::expm1(g);  // -(1 - a)
-      return {minus_delta, a * beta * phi(a * x), beta * phi(a * x - minus_delta)};
+      return {minus_delta, internal::flow_term(a * beta, lambda, T(0)),
+              internal::flow_term(beta, a * lambda, -minus_delta)};
     }
     case Rule::kExactLog:
-      return {g, beta * phi(x), beta * phi(x - g)};
+      return {g, internal::flow_term(beta, lambda, T(0)), internal::flow_term(beta, lambda, -g)};
   }
   return {T(0), T(0), T(0)};
 }
 
 /// The chain rule through `step_coefficients`: given dL/d(log_gate, erase, write), returns
-/// dL/d(beta, lambda, log_decay). d(beta phi(x))/dbeta = e^{-x}; d(beta phi(x))/dlambda =
-/// beta^2 phi'(x) (docs/mathematics.md, "Gradients").
+/// dL/d(beta, lambda, log_decay) (docs/mathematics.md, "Gradients").
 template <typename T>
 EFLA_HOST_DEVICE StepInputGradients<T> step_coefficients_backward(Rule rule, T beta, T lambda,
                                                                   bool has_decay, T log_decay,
                                                                   const StepCoefficients<T>& grad) {
   const T g = has_decay ? log_decay : T(0);
-  const T x = beta * lambda;
+  lambda = internal::finite_lambda(lambda);
   const T both = grad.erase + grad.write;
   StepInputGradients<T> out{T(0), T(0), T(0)};
   switch (rule) {
@@ -152,41 +217,40 @@ EFLA_HOST_DEVICE StepInputGradients<T> step_coefficients_backward(Rule rule, T b
       out.beta = both;
       out.log_decay = grad.log_gate;
       break;
-    case Rule::kRk2: {
-      const T slope = internal::truncated_phi_derivative<2>(x);
-      out.beta = both * (internal::truncated_phi<2>(x) + x * slope);
-      out.lambda = both * beta * beta * slope;
+    case Rule::kRk2:
+      out.beta = both * internal::exp_series<1, 1>(beta * lambda);
+      out.lambda = both * (beta * beta * T(-0.5));
       break;
-    }
     case Rule::kRk4: {
-      const T slope = internal::truncated_phi_derivative<4>(x);
-      out.beta = both * (internal::truncated_phi<4>(x) + x * slope);
-      out.lambda = both * beta * beta * slope;
+      const T x = beta * lambda;
+      out.beta = both * internal::exp_series<1, 3>(x);
+      out.lambda = both * (beta * beta * T(-0.5) * internal::phi_derivative_series<1, 2>(x));
       break;
     }
     case Rule::kExact: {
       if (!has_decay) {
-        out.beta = both * std::exp(-x);
-        out.lambda = both * beta * beta * phi_derivative(x);
+        const auto term = internal::flow_term_slopes(beta, lambda, T(0));
+        out.beta = both * term.beta;
+        out.lambda = both * term.rate;
         break;
       }
       const T a = std::exp(g);
-      const T y = a * x;                // exponent of the erase factor
-      const T eta = y - std::expm1(g);  // exponent of the write factor
-      const T survive = std::exp(-y);
-      const T write_slope = beta * phi_derivative(eta);  // dw/deta
-      out.beta = grad.erase * a * survive + grad.write * (phi(eta) + write_slope * a * lambda);
-      out.lambda = grad.erase * (a * beta) * (a * beta) * phi_derivative(y) +
-                   grad.write * write_slope * a * beta;
-      out.log_decay =
-          a * (grad.log_gate + grad.erase * beta * survive + grad.write * write_slope * (x - T(1)));
+      const T strength = a * beta, rate = a * lambda;
+      const auto erase = internal::flow_term_slopes(strength, lambda, T(0));
+      const auto write = internal::flow_term_slopes(beta, rate, -std::expm1(g));
+      // d/dg of (a beta, a lambda, 1 - a) is (a beta, a lambda, -a).
+      out.beta = grad.erase * (a * erase.beta) + grad.write * write.beta;
+      out.lambda = grad.erase * erase.rate + grad.write * (a * write.rate);
+      out.log_decay = grad.log_gate * a + grad.erase * (strength * erase.beta) +
+                      grad.write * (rate * write.rate - a * write.extra);
       break;
     }
     case Rule::kExactLog: {
-      const T write_slope = beta * phi_derivative(x - g);
-      out.beta = grad.erase * std::exp(-x) + grad.write * (phi(x - g) + write_slope * lambda);
-      out.lambda = grad.erase * beta * beta * phi_derivative(x) + grad.write * write_slope * beta;
-      out.log_decay = grad.log_gate - grad.write * write_slope;
+      const auto erase = internal::flow_term_slopes(beta, lambda, T(0));
+      const auto write = internal::flow_term_slopes(beta, lambda, -g);
+      out.beta = grad.erase * erase.beta + grad.write * write.beta;
+      out.lambda = grad.erase * erase.rate + grad.write * write.rate;
+      out.log_decay = grad.log_gate - grad.write * write.extra;
       break;
     }
   }
