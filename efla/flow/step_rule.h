@@ -117,14 +117,19 @@ EFLA_HOST_DEVICE T phi_derivative(T x) {
 
 namespace internal {
 
+// beta / eta, divided through by beta where eta overflows: a huge beta still gives 1 / rate.
+template <typename T>
+EFLA_HOST_DEVICE T beta_over_eta(T beta, T rate, T extra, T eta) {
+  return eta <= largest_finite<T>() ? beta / eta : T(1) / (rate + extra / beta);
+}
+
 // One term of the exact flow, beta phi(eta) with eta = beta * rate + extra: both coefficients of
 // every exact rule have this form (docs/mathematics.md, "Gated rules"). beta, rate, extra >= 0.
 template <typename T>
 EFLA_HOST_DEVICE T flow_term(T beta, T rate, T extra) {
   const T eta = beta * rate + extra;
   if (!(eta >= T(1))) return beta * phi(eta);
-  // The same quotient divided through by beta, so that an overflowing eta still gives 1 / rate.
-  return -std::expm1(-eta) / (rate + extra / beta);
+  return -std::expm1(-eta) * beta_over_eta(beta, rate, extra, eta);
 }
 
 // Partial derivatives of flow_term.
@@ -145,7 +150,7 @@ EFLA_HOST_DEVICE FlowSlopes<T> flow_term_slopes(T beta, T rate, T extra) {
     slopes = {survive - extra * slope, beta * (beta * slope), beta * slope};
   } else {
     const T gained = -std::expm1(-eta);
-    const T quotient = T(1) / (rate + extra / beta);    // beta / eta
+    const T quotient = beta_over_eta(beta, rate, extra, eta);
     const T fall = beta * survive - gained * quotient;  // beta eta phi'(eta)
     slopes = {survive - (extra / eta) * (survive - gained / eta), fall * quotient, fall / eta};
   }
