@@ -1,25 +1,21 @@
-#include <cmath>
-#include <vector>
+#include "efla/kernels/cpu/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "efla/kernels/cpu/step.cc"
+#include <algorithm>
 
 #include "efla/kernels/cpu/delta_rule.h"
 #include "efla/kernels/cpu/storage.h"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target.h, as Highway asks:
+#include "efla/kernels/cpu/step-inl.h"
 
-namespace efla::cpu {
+HWY_BEFORE_NAMESPACE();
+namespace efla::cpu::HWY_NAMESPACE {
 namespace {
 
-template <typename S>
-std::vector<Arithmetic<S>> load_row(const S* x, int64_t count, bool l2norm) {
-  using A = Arithmetic<S>;
-  std::vector<A> out(count);
-  A sum = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    out[i] = to_arithmetic(x[i]);
-    sum += out[i] * out[i];
-  }
-  if (l2norm)
-    for (A& value : out) value *= 1 / std::sqrt(sum + A(1e-6));
-  return out;
-}
+constexpr int64_t kMaxTokens = 8;
+constexpr int64_t kMaxDim = 512;
 
 template <typename T>
 T* element(const MutableView& v, int64_t b, int64_t t, int64_t h) {
@@ -30,57 +26,135 @@ const T* element(const View& v, int64_t b, int64_t t, int64_t h) {
   return static_cast<const T*>(v.data) + b * v.batch + t * v.token + h * v.head;
 }
 
+// The tokens of one (row, value head), converted: what all its column blocks share.
 template <typename S>
-void step_head(const StepParams& p, int64_t b, int64_t h, Arithmetic<S>* state) {
+class HeadTokens {
+ public:
   using A = Arithmetic<S>;
-  const Problem& pr = p.problem;
-  const int64_t K = pr.shape.key_dim, V = pr.shape.value_dim;
-  const int64_t hk = h / (pr.shape.value_heads / pr.shape.heads);
-  for (int64_t t = 0; t < pr.shape.tokens; ++t) {
-    const std::vector<A> q = load_row(element<S>(pr.q, b, t, hk), K, pr.qk_l2norm);
-    const std::vector<A> k = load_row(element<S>(pr.k, b, t, hk), K, pr.qk_l2norm);
-    A lambda = 0;
-    for (A x : k) lambda += x * x;
-    const bool has_decay = pr.log_decay.data != nullptr;
-    const StepCoefficients<A> c =
-        step_coefficients<A>(pr.rule, *element<A>(pr.beta, b, t, h), lambda, has_decay,
-                             has_decay ? *element<A>(pr.log_decay, b, t, h) : A(0));
-    const A decay = std::exp(c.log_gate);
-    for (int64_t j = 0; j < V; ++j) {
-      A dot = 0;
-      for (int64_t i = 0; i < K; ++i) dot += state[i * V + j] * k[i];
-      const A u = c.write * to_arithmetic(element<S>(pr.v, b, t, h)[j]) - decay * c.erase * dot;
-      A out = 0;
-      for (int64_t i = 0; i < K; ++i) {
-        state[i * V + j] = decay * state[i * V + j] + k[i] * u;
-        out += state[i * V + j] * q[i];
-      }
-      element<S>(p.o, b, t, h)[j] = from_arithmetic<S>(A(pr.scale) * out);
+  using D = hn::ScalableTag<A>;
+
+  void load(const Problem& p, int64_t b, int64_t h) {
+    const D d;
+    const Shape& s = p.shape;
+    const int64_t key_head = h / (s.value_heads / s.heads);
+    const bool has_decay = p.log_decay.data != nullptr;
+    for (int64_t t = 0; t < s.tokens; ++t) {
+      A* q = q_ + t * s.key_dim;
+      A* k = k_ + t * s.key_dim;
+      load_key_row(d, element<S>(p.q, b, t, key_head), s.key_dim, p.qk_l2norm, A(p.scale), q);
+      load_key_row(d, element<S>(p.k, b, t, key_head), s.key_dim, p.qk_l2norm, A(1), k);
+      scalars_[t] = step_scalars(d, p.rule, q, k, s.key_dim, *element<A>(p.beta, b, t, h),
+                                 has_decay, has_decay ? *element<A>(p.log_decay, b, t, h) : A(0));
     }
   }
+
+  // Columns [j0, j0 + columns) of the state [K, V] of this head.
+  void run(const StepParams& p, int64_t b, int64_t h, A* state, int64_t j0, int64_t columns) {
+    const D d;
+    const Shape& s = p.problem.shape;
+    const int64_t lanes = hn::Lanes(d);
+    for (int64_t t = 0; t < s.tokens; ++t) {
+      const S* v = element<S>(p.problem.v, b, t, h) + j0;
+      for (int64_t j = 0; j < columns; j += lanes)
+        store(d, load_some(d, v + j, HWY_MIN(lanes, columns - j)), values_ + t * kMaxDim + j);
+    }
+    StepTokens<A> x;
+    x.count = s.tokens;
+    x.key_dim = s.key_dim;
+    x.q = q_;
+    x.k = k_;
+    x.key_stride = s.key_dim;
+    x.scalars = scalars_;
+    x.v = x.o = values_;
+    x.value_stride = kMaxDim;
+    step_block(d, x, state + j0, s.value_dim, columns);
+    for (int64_t t = 0; t < s.tokens; ++t) {
+      S* o = element<S>(p.o, b, t, h) + j0;
+      for (int64_t j = 0; j < columns; j += lanes)
+        store_some(d, HWY_NAMESPACE::load(d, values_ + t * kMaxDim + j), o + j,
+                   HWY_MIN(lanes, columns - j));
+    }
+  }
+
+ private:
+  HWY_ALIGN A q_[kMaxTokens * kMaxDim];
+  HWY_ALIGN A k_[kMaxTokens * kMaxDim];
+  HWY_ALIGN A values_[kMaxTokens * kMaxDim];  // v on entry, o on return
+  StepScalars<A> scalars_[kMaxTokens];
+};
+
+template <typename S>
+void zero_output(const StepParams& p, int64_t b, int64_t h, int64_t j0, int64_t columns) {
+  for (int64_t t = 0; t < p.problem.shape.tokens; ++t)
+    std::fill_n(element<S>(p.o, b, t, h) + j0, columns, from_arithmetic<S>(0));
 }
+
+// A unit is a block of columns of one (row, value head); tasks are contiguous ranges of units.
+template <typename S>
+void step_units(const StepParams& p, int64_t begin, int64_t end, int64_t blocks, int64_t width) {
+  using A = Arithmetic<S>;
+  const Shape& s = p.problem.shape;
+  HeadTokens<S> tokens;
+  int64_t loaded = -1;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t row_head = unit / blocks;
+    const int64_t b = row_head / s.value_heads, h = row_head % s.value_heads;
+    const int64_t j0 = unit % blocks * width;
+    const int64_t columns = std::min(width, s.value_dim - j0);
+    const int64_t slot = p.state_indices ? p.state_indices[b] : b;
+    if (slot < 0) {
+      zero_output<S>(p, b, h, j0, columns);
+      continue;
+    }
+    if (loaded != row_head) tokens.load(p.problem, b, h);
+    loaded = row_head;
+    A* state = static_cast<A*>(p.state) + (slot * s.value_heads + h) * s.key_dim * s.value_dim;
+    tokens.run(p, b, h, state, j0, columns);
+  }
+}
+
+void step_task(const StepParams& p, int64_t begin, int64_t end, int64_t blocks, int64_t width) {
+  dispatch_storage(p.problem.dtype,
+                   [&](auto tag) { step_units<decltype(tag)>(p, begin, end, blocks, width); });
+}
+
+}  // namespace
+}  // namespace efla::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace efla::cpu {
+namespace {
+
+HWY_EXPORT(step_task);
+
+// Columns of a unit: a multiple of every target's block, so that the split never cuts a block.
+constexpr int64_t kUnitColumns = 64;
+// State that a task must have to be worth a thread: waking one costs a few microseconds.
+constexpr int64_t kTaskBytes = 128 * 1024;
 
 }  // namespace
 
 void step(const StepParams& p, const Executor& executor) {
-  dispatch_storage(p.problem.dtype, [&](auto tag) {
-    using S = decltype(tag);
-    using A = Arithmetic<S>;
-    const Shape& shape = p.problem.shape;
-    executor.parallel_for(shape.batch * shape.value_heads, [&](int64_t task) {
-      const int64_t b = task / shape.value_heads, h = task % shape.value_heads;
-      const int64_t slot = p.state_indices ? p.state_indices[b] : b;
-      if (slot < 0) {
-        for (int64_t t = 0; t < shape.tokens; ++t)
-          for (int64_t j = 0; j < shape.value_dim; ++j)
-            element<S>(p.o, b, t, h)[j] = from_arithmetic<S>(0);
-        return;
-      }
-      step_head<S>(p, b, h,
-                   static_cast<A*>(p.state) +
-                       (slot * shape.value_heads + h) * shape.key_dim * shape.value_dim);
-    });
-  });
+  const Shape& s = p.problem.shape;
+  if (s.tokens == 0) return;
+  const int64_t blocks = (s.value_dim + kUnitColumns - 1) / kUnitColumns;
+  const int64_t units = s.batch * s.value_heads * blocks;
+  if (units == 0) return;
+  const int64_t element_bytes = p.problem.dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t bytes = s.batch * s.value_heads * s.key_dim * s.value_dim * element_bytes;
+  const int64_t tasks =
+      std::max<int64_t>(1, std::min({int64_t{executor.threads}, units, bytes / kTaskBytes}));
+  const auto body = [&](int64_t i) {
+    HWY_DYNAMIC_DISPATCH(step_task)
+    (p, units * i / tasks, units * (i + 1) / tasks, blocks, kUnitColumns);
+  };
+  if (tasks == 1) {
+    body(0);
+  } else {
+    executor.parallel_for(tasks, body);
+  }
 }
 
 }  // namespace efla::cpu
+#endif  // HWY_ONCE
