@@ -22,50 +22,58 @@ namespace efla {
 
 /// What a run needs, beside weights and moments, to go on as if it had never stopped.
 struct TrainerState {
-  int64_t step = 0;              // updates done, skipped ones included
-  int64_t tokens_seen = 0;       // target tokens trained on
-  int64_t skipped_steps = 0;     // updates left out for a non-finite loss or gradient
-  int64_t bad_in_a_row = 0;      // of those, the ones just before now
-  double seconds = 0;            // training time so far
-  int64_t threads = 0;           // the losses repeat bit for bit on this many
-  DatasetPosition position;      // where the next batch begins
-  std::string recipe_hash;       // recipe_hash() of the run
-  std::string data_fingerprint;  // of the training shards
-  at::Tensor random_state;       // uint8; torch's CPU generator
+  int64_t step = 0;           // updates done, skipped ones included
+  int64_t tokens_seen = 0;    // target tokens trained on
+  int64_t skipped_steps = 0;  // updates left out for a non-finite loss or gradient
+  int64_t bad_in_a_row = 0;   // of those, the ones just before now
+  double seconds = 0;         // training time so far
+  int64_t threads = 0;        // the losses repeat bit for bit on this many
+  DataPosition position;      // where the next batch begins
+  std::string recipe_hash;    // recipe_hash() of the run
+  std::string data;           // TokenDataset::describe() of the training shards, as JSON text
 };
 
-struct CheckpointStore {
-  explicit CheckpointStore(std::string run_folder);
+/// The checkpoints of one run.
+class CheckpointStore {
+ public:
+  using Warn = std::function<void(const std::string& sentence)>;
 
-  /// Called with "model", "optimizer", "tokenizer", "trainer", "rename", "prune" before each stage
-  /// of save(); tests inject failures here.
-  using StageHook = std::function<void(std::string_view stage)>;
+  /// `warn` hears of damaged checkpoints and of old ones that cannot be removed.
+  CheckpointStore(const std::string& run_folder, Warn warn);
 
-  /// Writes RUN/checkpoints/step-XXXXXXXX and returns its path, then removes all but the newest
-  /// `keep`. On failure throws Error and nothing has changed.
+  /// Writes checkpoints/step-XXXXXXXX and returns its path, then removes all but the newest `keep`
+  /// (at least 1). `tokenizer_model` (may be empty) is stored as tokenizer.model. On failure throws
+  /// Error, and every older checkpoint is as it was.
   std::string save(const TrainerState& state, const LanguageModel& model, const AdamW& optimizer,
-                   const std::string& tokenizer_path, int64_t keep) const;
+                   const std::string& tokenizer_model, int64_t keep) const;
 
-  /// Complete checkpoint folders, newest first. Cheap: contents are not read.
+  /// Complete checkpoint folders, newest first. Cheap: only names are read.
   std::vector<std::string> list() const;
 
-  /// The newest checkpoint that verifies. Damaged newer ones are renamed to *.corrupt and reported
-  /// through `warn`. Nothing if there is none at all; throws Error if all are damaged.
-  std::optional<std::string> newest_good(const std::function<void(const std::string&)>& warn) const;
+  /// The newest checkpoint that verifies. Damaged newer ones are renamed to *.corrupt with a
+  /// warning. Nothing if there are none at all; throws Error if all are damaged.
+  std::optional<std::string> newest_good() const;
 
-  /// Removes what an interrupted save or prune left behind. Call with the run locked.
-  void remove_leftovers() const;
+  /// Finishes or undoes what a killed run had begun. Call with the run locked.
+  void recover() const;
 
-  std::string folder;  // RUN/checkpoints
-  StageHook hook;
+  /// Called before each stage of save(): "model", "optimizer", "trainer", "rename", "prune". Tests
+  /// inject failures here.
+  std::function<void(std::string_view stage)> on_stage;
+
+ private:
+  void prune(int64_t keep) const;
+
+  std::string folder_;  // RUN/checkpoints
+  Warn warn_;
 };
 
-/// Throws Error, in one sentence with the path, unless every file has its recorded size and
-/// checksum. Returns the trainer's state (without random_state).
+/// The trainer's state in a checkpoint. Throws Error, in one sentence with the path, unless every
+/// file of the folder has its recorded size and checksum.
 TrainerState verify_checkpoint(const std::string& folder);
 
-/// Moments and random state from a verified folder; returns the trainer's state.
-TrainerState load_checkpoint(const std::string& folder, AdamW& optimizer);
+/// Weights, moments and torch's random state back from a verified folder.
+void load_checkpoint(const std::string& folder, LanguageModel& model, AdamW& optimizer);
 
 /// Accepts a model folder, a checkpoint or a run folder; returns the folder that holds config.json
 /// (the newest checkpoint of a run). Throws UsageError when there is none.

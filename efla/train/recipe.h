@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,7 @@ namespace efla {
 struct DataRecipe {
   std::string train;      // folder of token shards
   std::string valid;      // folder of held-out shards; empty: no held-out loss
-  std::string tokenizer;  // SentencePiece .model, or "byte"; must be the one that made the shards
+  std::string tokenizer;  // .model file or "byte"; empty: tokenizer.model beside the shards
   int64_t length = 256;   // tokens in a row
   int64_t batch = 8;      // rows in a micro-batch
 };
@@ -50,7 +51,7 @@ struct TrainRecipe {
   int64_t threads = 0;              // 0: all cores
   std::string dtype = "float32";    // of weights and arithmetic: float32, or float64 for checks
   int64_t max_bad_steps = 10;       // skipped updates in a row that end the run
-  int64_t log_interval = 10;        // steps between printed lines where there is no terminal
+  double log_interval = 10;         // seconds between printed lines where there is no terminal
   double time_limit = 0;            // seconds after which the run saves and stops; 0: none
 };
 
@@ -81,8 +82,9 @@ struct Recipe {
   /// Updates in the run, from `steps` or `tokens`.
   int64_t total_steps() const;
 
-  /// Whether model.vocab_size came from the recipe; otherwise the tokenizer decides it.
-  bool vocab_size_given = false;
+  /// Keys of [model] that the recipe or an override gave. What the tokenizer knows (vocab_size,
+  /// bos_token_id, eos_token_id) is filled in from it unless given.
+  std::set<std::string> given_model_keys;
 };
 
 /// Whether a setting may change between a run and its resumption: it does not alter the losses.
