@@ -133,12 +133,13 @@ std::vector<std::string> CheckpointStore::list() const {
   return folders;
 }
 
-std::optional<std::string> CheckpointStore::newest_good() const {
+std::optional<Checkpoint> CheckpointStore::newest_good() const {
   std::vector<std::string> damaged;
   std::string first_problem;
   for (const std::string& folder : list()) {
+    TrainerState state;
     try {
-      verify_checkpoint(folder);
+      state = verify_checkpoint(folder);
     } catch (const Error& error) {
       if (damaged.empty()) first_problem = error.what();
       damaged.push_back(folder);
@@ -150,7 +151,7 @@ std::optional<std::string> CheckpointStore::newest_good() const {
       fs::rename(bad, moved);
       warn_(fmt::format("{}; kept as {}, going on from {}", first_problem, moved, folder));
     }
-    return folder;
+    return Checkpoint{folder, state};
   }
   if (!damaged.empty()) {
     throw Error(
@@ -242,6 +243,18 @@ void load_checkpoint(const std::string& folder, LanguageModel& model, AdamW& opt
   } catch (const Error& error) {
     throw Error(fmt::format("{}: {}", file.path().string(), error.what()));
   }
+}
+
+void publish_model(const std::string& checkpoint, const std::string& folder) {
+  write_folder_atomically(folder, [&checkpoint](const fs::path& target) {
+    for (const char* name : {"config.json", "model.safetensors", "tokenizer.model"}) {
+      const fs::path source = fs::path(checkpoint) / name;
+      if (!fs::exists(source)) continue;
+      std::error_code error;
+      fs::create_hard_link(source, target / name, error);
+      if (error) fs::copy_file(source, target / name);
+    }
+  });
 }
 
 std::string resolve_model_folder(const std::string& path) {

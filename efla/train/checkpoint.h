@@ -33,6 +33,11 @@ struct TrainerState {
   std::string data;           // TokenDataset::describe() of the training shards, as JSON text
 };
 
+struct Checkpoint {
+  std::string folder;
+  TrainerState state;
+};
+
 /// The checkpoints of one run.
 class CheckpointStore {
  public:
@@ -52,7 +57,7 @@ class CheckpointStore {
 
   /// The newest checkpoint that verifies. Damaged newer ones are renamed to *.corrupt with a
   /// warning. Nothing if there are none at all; throws Error if all are damaged.
-  std::optional<std::string> newest_good() const;
+  std::optional<Checkpoint> newest_good() const;
 
   /// Finishes or undoes what a killed run had begun. Call with the run locked.
   void recover() const;
@@ -74,6 +79,10 @@ TrainerState verify_checkpoint(const std::string& folder);
 
 /// Weights, moments and torch's random state back from a verified folder.
 void load_checkpoint(const std::string& folder, LanguageModel& model, AdamW& optimizer);
+
+/// Makes `folder` the model of `checkpoint` (config.json, model.safetensors, tokenizer.model)
+/// without the trainer's files, atomically; hard links where the file system has them.
+void publish_model(const std::string& checkpoint, const std::string& folder);
 
 /// Accepts a model folder, a checkpoint or a run folder; returns the folder that holds config.json
 /// (the newest checkpoint of a run). Throws UsageError when there is none.

@@ -222,7 +222,7 @@ Recipe from_settings(const Settings& settings, const std::string& name) {
   for (const RecipeField& field : fields) known.push_back(field.key);
   for (const auto& item : model_defaults.items()) known.push_back("model." + item.key());
 
-  json model = ModelConfig{}.to_json();
+  json model = {{"model_type", "efla"}};  // what is not given here has its default there
   for (const auto& [key, setting] : settings) {
     const auto field = std::find_if(fields.begin(), fields.end(),
                                     [&key](const RecipeField& f) { return f.key == key; });

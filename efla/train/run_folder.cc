@@ -58,6 +58,10 @@ RunFolder::RunFolder(const Recipe& recipe) : path_(recipe.train.out) {
   }
   make_folder(path_);
   lock_ = std::make_unique<FileLock>(path_ / "train.lock");
+  if (!resuming_ && fs::exists(path_ / "recipe.toml")) {  // another process was here just before us
+    check_same_run(path_, recipe);
+    resuming_ = true;
+  }
   write_file_atomically(path_ / "recipe.toml", recipe.to_toml());
 }
 

@@ -19,8 +19,11 @@ struct TrainOptions {
 
 struct TrainResult {
   std::string run_folder;
-  std::string checkpoint;  // newest checkpoint folder
-  int64_t step = 0;        // updates done
+  std::string checkpoint;   // newest checkpoint folder
+  std::string model;        // folder with the trained model alone
+  std::string picture;      // loss curve; empty without gnuplot
+  int64_t step = 0;         // updates done
+  int64_t total_steps = 0;  // of the recipe; more than `step` after a time limit
   int64_t skipped_steps = 0;
   double train_loss = 0;        // nats per token, last update
   double first_valid_loss = 0;  // nats per token; NaN without held-out data

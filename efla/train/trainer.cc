@@ -1,0 +1,327 @@
+#include "efla/train/trainer.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "efla/io/dataset.h"
+#include "efla/io/error.h"
+#include "efla/io/progress.h"
+#include "efla/io/tokenizer.h"
+#include "efla/train/checkpoint.h"
+#include "efla/train/gradients.h"
+#include "efla/train/held_out.h"
+#include "efla/train/optimizer.h"
+#include "efla/train/run_folder.h"
+#include "efla/train/run_log.h"
+#include "efla/train/schedule.h"
+#include "efla/train/setup.h"
+#include "efla/train/stop_signal.h"
+
+namespace efla {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+NamedTensors named_parameters(const LanguageModel& model) {
+  NamedTensors parameters;
+  for (const auto& item : model->named_parameters()) {
+    parameters.emplace_back(item.key(), item.value());
+  }
+  return parameters;
+}
+
+class Trainer {
+ public:
+  Trainer(Recipe recipe, const TrainOptions& options);
+  TrainResult run();
+
+ private:
+  void restore();
+  void announce() const;
+  bool out_of_time() const;
+  StepReport update(int64_t step);
+  void count_skip(const StepReport& report);
+  void show(const StepReport& report);
+  void evaluate_if_due(bool last);
+  void save();
+  void stop_if_asked();
+  TrainResult finish();
+  void warn(const std::string& sentence) const;
+
+  Recipe recipe_;
+  const TrainOptions& options_;
+  TrainingSetup setup_;  // tokenizer, data; checked before anything is written
+  RunFolder folder_;
+  LanguageModel model_;
+  AdamW optimizer_;
+  Schedule schedule_;
+  CheckpointStore store_;
+  TrainerState state_;
+  std::unique_ptr<RunLog> log_;
+  std::unique_ptr<Progress> progress_;
+  std::string newest_checkpoint_, first_bad_tensor_;
+  double rate_ = 0;  // tokens per second, smoothed
+};
+
+LanguageModel new_model(const Recipe& recipe) {
+  torch::manual_seed(static_cast<uint64_t>(recipe.train.seed));
+  return LanguageModel(recipe.model, recipe.train.dtype == "float64" ? at::kDouble : at::kFloat);
+}
+
+Trainer::Trainer(Recipe recipe, const TrainOptions& options)
+    : recipe_(std::move(recipe)),
+      options_(options),
+      setup_(recipe_),  // completes recipe_.model
+      folder_(recipe_),
+      model_(new_model(recipe_)),
+      optimizer_(named_parameters(model_), recipe_.optimizer),
+      schedule_(recipe_.schedule, recipe_.optimizer.learning_rate, recipe_.total_steps()),
+      store_(folder_.path(), [this](const std::string& sentence) { warn(sentence); }) {}
+
+void Trainer::warn(const std::string& sentence) const {
+  const std::string line = "efla: warning: " + sentence;
+  if (progress_) {
+    progress_->message(line);
+  } else {
+    fmt::print(stderr, "{}\n", line);
+  }
+}
+
+// Brings back the newest checkpoint, if this folder has one, and opens the log at its step.
+void Trainer::restore() {
+  std::optional<Checkpoint> checkpoint;
+  if (folder_.resuming()) {
+    store_.recover();
+    checkpoint = store_.newest_good();
+  }
+  state_.recipe_hash = recipe_hash(recipe_);
+  state_.data = setup_.train_data->describe().dump();
+  if (checkpoint) {
+    const TrainerState& saved = checkpoint->state;
+    if (saved.recipe_hash != state_.recipe_hash) {
+      throw UsageError(fmt::format(
+          "{}: written by a run with another recipe; start over with --fresh", checkpoint->folder));
+    }
+    if (saved.data != state_.data) {
+      throw UsageError(
+          fmt::format("{}: the shards in {} have changed since this run began; bring the old ones "
+                      "back, or start over with --fresh",
+                      folder_.path(), recipe_.data.train));
+    }
+    if (saved.threads != at::get_num_threads()) {
+      warn(
+          fmt::format("this run began on {} threads and goes on with {}: losses may differ in the "
+                      "last bits from those of an uninterrupted run",
+                      saved.threads, at::get_num_threads()));
+    }
+    load_checkpoint(checkpoint->folder, model_, optimizer_);
+    state_ = saved;
+    setup_.train_data->seek(state_.position);
+    newest_checkpoint_ = checkpoint->folder;
+  }
+  state_.threads = at::get_num_threads();
+  log_ = std::make_unique<RunLog>(folder_.metrics_path(),
+                                  checkpoint ? std::optional<int64_t>(state_.step) : std::nullopt);
+}
+
+void Trainer::announce() const {
+  const ParameterCount count = recipe_.model.parameter_count();
+  const TokenDataset& data = *setup_.train_data;
+  const int64_t steps = recipe_.total_steps();
+  const int64_t tokens = steps * recipe_.tokens_per_step();
+  fmt::print(stderr, "model   {} parameters ({} embedding, {} head, {} other), rule {}\n",
+             count.total(), count.embedding, count.output_head, count.other,
+             to_string(recipe_.model.rule));
+  fmt::print(stderr, "data    {} tokens in {} documents from {}; held out: {}\n",
+             data.token_count(), data.document_count(), recipe_.data.train,
+             setup_.valid_data ? fmt::format("{} tokens", setup_.valid_data->token_count())
+                               : std::string("none"));
+  fmt::print(stderr, "run     {} steps of {} tokens, {:.2f} epochs, {} threads, in {}\n", steps,
+             recipe_.tokens_per_step(),
+             static_cast<double>(tokens) / static_cast<double>(data.token_count()), state_.threads,
+             folder_.path());
+  if (!newest_checkpoint_.empty()) {
+    fmt::print(stderr, "resumed from {}\n", newest_checkpoint_);
+  }
+}
+
+bool Trainer::out_of_time() const {
+  return recipe_.train.time_limit > 0 && state_.seconds >= recipe_.train.time_limit;
+}
+
+// One update: the mean loss over all target tokens of all micro-batches, its gradient, clipping,
+// AdamW. The sum over micro-batches equals one large batch because each is divided by the common
+// number of targets.
+StepReport Trainer::update(int64_t step) {
+  const Clock::time_point begin = Clock::now();
+  StepReport report;
+  report.step = step;
+  report.learning_rate = schedule_.learning_rate(step);
+  report.tokens = recipe_.tokens_per_step();
+  std::vector<Batch> batches;
+  int64_t targets = 0;
+  for (int64_t i = 0; i < recipe_.train.grad_accumulation; ++i) {
+    batches.push_back(setup_.train_data->next_batch(recipe_.data.batch));
+    targets += batches.back().target_count;
+  }
+  const double divisor = static_cast<double>(std::max<int64_t>(targets, 1));
+  optimizer_.zero_grad();
+  for (const Batch& batch : batches) {
+    const LossSum loss = model_->loss(batch.input_ids, batch.targets, batch.cu_seqlens);
+    (loss.nll / divisor).backward();
+    report.loss += loss.nll.item<double>() / divisor;
+  }
+  if (options_.on_gradients) options_.on_gradients(step, model_);
+  report.gradient_norm = clip_gradients(optimizer_.parameters(), recipe_.train.clip);
+  report.skipped = !std::isfinite(report.loss) || !std::isfinite(report.gradient_norm);
+  state_.step = step;
+  state_.position = setup_.train_data->position();
+  state_.tokens_seen += targets;
+  if (report.skipped) {
+    count_skip(report);
+  } else {
+    optimizer_.step(report.learning_rate);
+    state_.bad_in_a_row = 0;
+  }
+  report.seconds = seconds_since(begin);
+  state_.seconds += report.seconds;
+  return report;
+}
+
+void Trainer::count_skip(const StepReport& report) {
+  if (state_.bad_in_a_row++ == 0 || first_bad_tensor_.empty()) {
+    first_bad_tensor_ = first_non_finite(optimizer_.parameters()).value_or("the loss itself");
+  }
+  ++state_.skipped_steps;
+  warn(fmt::format("step {}: loss {}, gradient norm {} (first bad tensor: {}); update skipped",
+                   report.step, report.loss, report.gradient_norm, first_bad_tensor_));
+}
+
+void Trainer::show(const StepReport& report) {
+  const double rate = static_cast<double>(report.tokens) / report.seconds;
+  rate_ = rate_ == 0 ? rate : 0.9 * rate_ + 0.1 * rate;
+  std::string text = fmt::format("loss {:.4f}", report.loss);
+  if (!log_->valid_losses().empty()) {
+    text += fmt::format(", held out {:.4f}", log_->valid_losses().back().second);
+  }
+  if (state_.skipped_steps > 0) text += fmt::format(", {} skipped", state_.skipped_steps);
+  progress_->update(report.step, text + fmt::format(", {} tokens/s", format_count(rate_)));
+}
+
+// Held-out loss before the first update, every eval_interval updates and after the last; not again
+// when the log has it from before an interruption.
+void Trainer::evaluate_if_due(bool last) {
+  if (!setup_.valid_data) return;
+  const int64_t interval = recipe_.train.eval_interval;
+  const bool due = last || state_.step == 0 || (interval > 0 && state_.step % interval == 0);
+  const auto& done = log_->valid_losses();
+  if (!due || (!done.empty() && done.back().first == static_cast<double>(state_.step))) return;
+  const std::optional<HeldOutLoss> loss =
+      held_out_loss(model_, *setup_.valid_data, recipe_.data.batch, recipe_.train.eval_tokens,
+                    [] { return StopSignal::received() != nullptr; });
+  if (!loss) return;
+  log_->valid(state_.step, *loss);
+  const std::string bits =
+      loss->whole ? fmt::format(", {:.4f} bits per byte", loss->bits_per_byte()) : "";
+  progress_->message(fmt::format("step {}: held-out loss {:.4f} nats per token{}", state_.step,
+                                 loss->per_token(), bits));
+}
+
+void Trainer::save() {
+  newest_checkpoint_ =
+      store_.save(state_, model_, optimizer_, setup_.tokenizer->model_bytes(), recipe_.train.keep);
+}
+
+void Trainer::stop_if_asked() {
+  const char* signal = StopSignal::received();
+  if (signal == nullptr) return;
+  save();
+  progress_->finish();
+  throw Error(
+      fmt::format("stopped by {} after step {} of {}, saved in {}; the same command goes on "
+                  "from there",
+                  signal, state_.step, recipe_.total_steps(), newest_checkpoint_));
+}
+
+TrainResult Trainer::run() {
+  const StopSignal signals;
+  restore();
+  announce();
+  const int64_t total = recipe_.total_steps();
+  const int64_t interval = recipe_.train.checkpoint_interval;
+  Progress::Options bar;
+  bar.start = state_.step;
+  bar.log_interval = recipe_.train.log_interval;
+  progress_ = std::make_unique<Progress>("train", total, bar);
+  evaluate_if_due(/*last=*/false);
+  while (state_.step < total && !out_of_time()) {
+    stop_if_asked();
+    const StepReport report = update(state_.step + 1);
+    log_->train(report, state_.tokens_seen, state_.skipped_steps, state_.seconds);
+    show(report);
+    if (state_.bad_in_a_row >= recipe_.train.max_bad_steps) {
+      progress_->finish();
+      throw Error(fmt::format(
+          "{}: {} updates in a row up to step {} had a non-finite loss or gradient, the first bad "
+          "tensor being the {}; lower optimizer.learning_rate or check the data, older checkpoints "
+          "are kept",
+          folder_.path(), state_.bad_in_a_row, state_.step, first_bad_tensor_));
+    }
+    evaluate_if_due(state_.step == total);
+    if (interval > 0 && state_.step % interval == 0 && state_.step < total) save();
+  }
+  if (state_.step < total) stop_if_asked();
+  return finish();
+}
+
+// Also runs when a finished run is started again: whatever is missing is made up.
+TrainResult Trainer::finish() {
+  evaluate_if_due(/*last=*/true);
+  const std::vector<std::string> saved = store_.list();
+  if (saved.empty() || state_.step == 0 || newest_checkpoint_ != saved.front() ||
+      verify_checkpoint(newest_checkpoint_).step != state_.step) {
+    save();
+  }
+  publish_model(newest_checkpoint_, folder_.path() + "/final");
+  progress_->finish();
+  TrainResult result;
+  result.run_folder = folder_.path();
+  result.checkpoint = newest_checkpoint_;
+  result.model = folder_.path() + "/final";
+  if (log_->draw(folder_.picture_path(), fs::path(folder_.path()).filename().string())) {
+    result.picture = folder_.picture_path().string();
+  }
+  result.step = state_.step;
+  result.total_steps = recipe_.total_steps();
+  result.skipped_steps = state_.skipped_steps;
+  const auto loss_of = [](const RunLog::Points& points, bool first) {
+    if (points.empty()) return std::numeric_limits<double>::quiet_NaN();
+    return first ? points.front().second : points.back().second;
+  };
+  result.train_loss = loss_of(log_->train_losses(), false);
+  result.first_valid_loss = loss_of(log_->valid_losses(), true);
+  result.valid_loss = loss_of(log_->valid_losses(), false);
+  return result;
+}
+
+}  // namespace
+
+TrainResult train(Recipe recipe, const TrainOptions& options) {
+  if (recipe.train.threads > 0) at::set_num_threads(static_cast<int>(recipe.train.threads));
+  if (options.fresh) recipe.train.out = first_free_folder(recipe.train.out);
+  return Trainer(std::move(recipe), options).run();
+}
+
+}  // namespace efla
