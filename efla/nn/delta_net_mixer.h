@@ -1,0 +1,43 @@
+// DeltaNet and EFLA: projections, short convolutions, the delta rule with a step rule, per-head
+// norm. The two systems differ in the config alone: DeltaNet is rule euler on unit keys, EFLA rule
+// exact on raw keys (docs/mathematics.md, "The layer").
+#pragma once
+
+#include "efla/nn/layers.h"
+#include "efla/nn/mixer.h"
+
+namespace efla {
+
+class DeltaNetMixer : public Mixer {
+ public:
+  DeltaNetMixer(const ModelConfig& config, const at::TensorOptions& options);
+  at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& cu_seqlens,
+                     Cache::Layer* cache) override;
+  void initialize(double range) override;
+
+ private:
+  // One of q, k, v: projection, convolution, activation, [B, T, H, size / H].
+  at::Tensor stream(const at::Tensor& x, const Linear& projection, const ShortConv& conv,
+                    QkActivation activation, const std::optional<at::Tensor>& cu_seqlens,
+                    at::Tensor* tail) const;
+  at::Tensor beta(const at::Tensor& x) const;  // [B, T, H]
+  at::Tensor recurrence(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                        const at::Tensor& beta, const std::optional<at::Tensor>& cu_seqlens,
+                        at::Tensor* state) const;
+
+  const int64_t num_heads_;
+  const std::string rule_;
+  const BetaActivation beta_activation_;
+  const bool allow_neg_eigval_;
+  const QkActivation qk_activation_;
+  const QkNorm k_norm_, q_norm_;
+
+  Linear q_proj_ = nullptr, k_proj_ = nullptr, v_proj_ = nullptr, o_proj_ = nullptr;
+  Linear b_proj_ = nullptr;                                           // absent: beta = 1
+  Linear g_proj_ = nullptr;                                           // absent: no output gate
+  ShortConv q_conv_ = nullptr, k_conv_ = nullptr, v_conv_ = nullptr;  // absent: none
+  RmsNorm o_norm_ = nullptr;
+  at::Tensor adaptive_decay_;  // [H]; defined for BetaActivation::kAdaptive
+};
+
+}  // namespace efla
