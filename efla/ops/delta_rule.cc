@@ -1,0 +1,349 @@
+// efla::chunk and efla::recurrent: kernels for CPU and Meta behind two internal operators,
+// _delta_rule_forward and _delta_rule_backward, and the autograd function that joins them.
+//
+// The public operators are composite: torch.compile traces through them to the internal pair.
+#include "efla/kernels/cpu/delta_rule.h"
+
+#include <torch/library.h>
+#include <torch/torch.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+
+#include "efla/ops/delta_rule_arguments.h"
+#include "efla/ops/executor.h"
+#include "efla/ops/tensors.h"
+
+namespace efla::ops {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<at::Tensor>;
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor>;  // o, final state, kept states
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Positions in Gradients and in `wanted`.
+enum GradientIndex {
+  kGradQ,
+  kGradK,
+  kGradV,
+  kGradBeta,
+  kGradLogDecay,
+  kGradInitialState,
+  kGradients
+};
+
+const char* name_of(bool sequential) { return sequential ? "efla::recurrent" : "efla::chunk"; }
+
+at::TensorOptions arithmetic_options(const Tensor& q) {
+  return q.options().dtype(arithmetic_type(q.scalar_type()));
+}
+
+// Rows of the kept states; the symbolic twin of checkpoint_rows().
+c10::SymInt symbolic_checkpoint_rows(const SymbolicShape& s, const c10::SymInt& sequences,
+                                     bool packed) {
+  const c10::SymInt per = (s.tokens + (kCheckpointTokens - 1)) / kCheckpointTokens;
+  return packed ? per + sequences : s.batch * per;
+}
+
+void check_backward(const DeltaRuleArguments& a, const SymbolicShape& s, const c10::SymInt& n,
+                    const Tensor& grad_o, const OptionalTensor& grad_final_state,
+                    const OptionalTensor& cu_seqlens, const Tensor& states) {
+  check_device(a.op, a.q, "grad_o", grad_o);
+  TORCH_CHECK(grad_o.sym_sizes() == a.v.sym_sizes() && grad_o.scalar_type() == a.q.scalar_type(),
+              a.op, ": grad_o must have the shape of v, ", a.v.sym_sizes(),
+              ", and the dtype of q, ", a.q.scalar_type(), ", but has shape ", grad_o.sym_sizes(),
+              " and dtype ", grad_o.scalar_type());
+  if (const Tensor* g = given(grad_final_state)) {
+    check_state(a.op, "grad_final_state", *g, "N", n, a, s);
+  }
+  check_state(a.op, "states", states, "rows", symbolic_checkpoint_rows(s, n, given(cu_seqlens)), a,
+              s);
+}
+
+// --- CPU ---------------------------------------------------------------------------------------
+
+ForwardResult forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                          const OptionalTensor& log_decay, const OptionalTensor& initial_state,
+                          const OptionalTensor& cu_seqlens, c10::string_view rule,
+                          std::optional<double> scale, bool output_final_state, bool qk_l2norm,
+                          bool sequential, bool keep_states) {
+  const DeltaRuleArguments a{name_of(sequential), q, k, v, beta, log_decay, rule, scale, qk_l2norm};
+  check_sequences(a, check_arguments(a), initial_state, cu_seqlens);
+  ForwardParams params;
+  PreparedProblem prepared;
+  prepare_problem(a, initial_state, cu_seqlens, prepared);
+  params.problem = prepared.problem;
+  const Shape& s = params.problem.shape;
+
+  const auto state_options = arithmetic_options(q);
+  Tensor o = at::empty(v.sizes(), prepared.v.options());
+  Tensor final_state =
+      output_final_state
+          ? at::empty({s.sequences, s.value_heads, s.key_dim, s.value_dim}, state_options)
+          : at::empty({0}, state_options);
+  Tensor states = keep_states ? at::empty({checkpoint_rows(s, prepared.packed()), s.value_heads,
+                                           s.key_dim, s.value_dim},
+                                          state_options)
+                              : at::empty({0}, state_options);
+  if (prepared.empty()) {
+    o.zero_();
+    if (output_final_state) {
+      prepared.initial_state.defined() ? final_state.copy_(prepared.initial_state)
+                                       : final_state.zero_();
+    }
+    return {as_dtype(o, q.scalar_type()), final_state, states};
+  }
+
+  params.o = mutable_view_of(o);
+  if (output_final_state) params.final_state = final_state.mutable_data_ptr();
+  if (keep_states) params.checkpoints = states.mutable_data_ptr();
+  const Executor executor = torch_executor();
+  sequential ? cpu::recurrent_forward(params, executor) : cpu::chunk_forward(params, executor);
+  return {as_dtype(o, q.scalar_type()), final_state, states};
+}
+
+Gradients backward_cpu(const Tensor& grad_o, const OptionalTensor& grad_final_state,
+                       const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                       const OptionalTensor& log_decay, const OptionalTensor& initial_state,
+                       const OptionalTensor& cu_seqlens, const Tensor& states,
+                       c10::string_view rule, std::optional<double> scale, bool qk_l2norm,
+                       std::array<bool, kGradients> wanted) {
+  const DeltaRuleArguments a{
+      "efla::chunk backward", q, k, v, beta, log_decay, rule, scale, qk_l2norm};
+  const SymbolicShape shape = check_arguments(a);
+  const c10::SymInt n = check_sequences(a, shape, initial_state, cu_seqlens);
+  check_backward(a, shape, n, grad_o, grad_final_state, cu_seqlens, states);
+  BackwardParams params;
+  PreparedProblem prepared;
+  prepare_problem(a, initial_state, cu_seqlens, prepared);
+  params.problem = prepared.problem;
+  const at::ScalarType arithmetic = arithmetic_type(q.scalar_type());
+
+  // Buffers in the types that the kernel writes; a float32 beta of a bfloat16 problem needs no
+  // cast.
+  const auto buffer = [&](GradientIndex i, at::IntArrayRef sizes, at::ScalarType dtype) {
+    return wanted[i] ? at::empty(sizes, q.options().dtype(dtype)) : at::empty({0}, q.options());
+  };
+  const Shape& s = params.problem.shape;
+  const at::ScalarType storage = prepared.q.scalar_type();
+  std::array<Tensor, kGradients> g;
+  g[kGradQ] = buffer(kGradQ, q.sizes(), storage);
+  g[kGradK] = buffer(kGradK, k.sizes(), storage);
+  g[kGradV] = buffer(kGradV, v.sizes(), storage);
+  g[kGradBeta] = buffer(kGradBeta, beta.sizes(), arithmetic);
+  g[kGradLogDecay] = buffer(kGradLogDecay, beta.sizes(), arithmetic);
+  g[kGradInitialState] =
+      buffer(kGradInitialState, {s.sequences, s.value_heads, s.key_dim, s.value_dim}, arithmetic);
+
+  Tensor grad_final;
+  if (const Tensor* t = given(grad_final_state)) grad_final = t->contiguous();
+  if (prepared.empty()) {
+    for (Tensor& t : g) t.zero_();
+    if (wanted[kGradInitialState] && grad_final.defined()) g[kGradInitialState].copy_(grad_final);
+  } else {
+    const Tensor grad = with_contiguous_rows(as_dtype(grad_o, storage));
+    const Tensor kept = states.contiguous();
+    params.grad_o = view_of(grad);
+    params.checkpoints = kept.const_data_ptr();
+    if (grad_final.defined()) params.grad_final_state = grad_final.const_data_ptr();
+    if (wanted[kGradQ]) params.grad_q = mutable_view_of(g[kGradQ]);
+    if (wanted[kGradK]) params.grad_k = mutable_view_of(g[kGradK]);
+    if (wanted[kGradV]) params.grad_v = mutable_view_of(g[kGradV]);
+    if (wanted[kGradBeta]) params.grad_beta = mutable_view_of(g[kGradBeta]);
+    if (wanted[kGradLogDecay]) params.grad_log_decay = mutable_view_of(g[kGradLogDecay]);
+    if (wanted[kGradInitialState]) {
+      params.grad_initial_state = g[kGradInitialState].mutable_data_ptr();
+    }
+    cpu::chunk_backward(params, torch_executor());
+  }
+  const at::ScalarType decay_type = given(log_decay) ? log_decay->scalar_type() : arithmetic;
+  return {as_dtype(g[kGradQ], q.scalar_type()),   as_dtype(g[kGradK], q.scalar_type()),
+          as_dtype(g[kGradV], q.scalar_type()),   as_dtype(g[kGradBeta], beta.scalar_type()),
+          as_dtype(g[kGradLogDecay], decay_type), as_dtype(g[kGradInitialState], arithmetic)};
+}
+
+// --- Meta --------------------------------------------------------------------------------------
+
+ForwardResult forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                           const OptionalTensor& log_decay, const OptionalTensor& initial_state,
+                           const OptionalTensor& cu_seqlens, c10::string_view rule,
+                           std::optional<double> scale, bool output_final_state, bool qk_l2norm,
+                           bool sequential, bool keep_states) {
+  const DeltaRuleArguments a{name_of(sequential), q, k, v, beta, log_decay, rule, scale, qk_l2norm};
+  const SymbolicShape s = check_arguments(a);
+  const c10::SymInt n = check_sequences(a, s, initial_state, cu_seqlens);
+  const auto state_options = arithmetic_options(q);
+  const auto states_of = [&](bool wanted, const c10::SymInt& rows) {
+    return wanted ? at::empty_symint({rows, s.value_heads, s.key_dim, s.value_dim}, state_options)
+                  : at::empty({0}, state_options);
+  };
+  return {at::empty_symint(v.sym_sizes(), q.options()), states_of(output_final_state, n),
+          states_of(keep_states, symbolic_checkpoint_rows(s, n, given(cu_seqlens)))};
+}
+
+Gradients backward_meta(const Tensor& grad_o, const OptionalTensor& grad_final_state,
+                        const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                        const OptionalTensor& log_decay, const OptionalTensor& initial_state,
+                        const OptionalTensor& cu_seqlens, const Tensor& states,
+                        c10::string_view rule, std::optional<double> scale, bool qk_l2norm,
+                        std::array<bool, kGradients> wanted) {
+  const DeltaRuleArguments a{
+      "efla::chunk backward", q, k, v, beta, log_decay, rule, scale, qk_l2norm};
+  const SymbolicShape s = check_arguments(a);
+  const c10::SymInt n = check_sequences(a, s, initial_state, cu_seqlens);
+  check_backward(a, s, n, grad_o, grad_final_state, cu_seqlens, states);
+  const at::ScalarType arithmetic = arithmetic_type(q.scalar_type());
+  const auto buffer = [&](GradientIndex i, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
+    const auto options = q.options().dtype(dtype);
+    return wanted[i] ? at::empty_symint(sizes, options) : at::empty({0}, options);
+  };
+  const at::ScalarType decay_type = given(log_decay) ? log_decay->scalar_type() : arithmetic;
+  const std::array<c10::SymInt, 4> state_sizes{n, s.value_heads, s.key_dim, s.value_dim};
+  return {buffer(kGradQ, q.sym_sizes(), q.scalar_type()),
+          buffer(kGradK, k.sym_sizes(), q.scalar_type()),
+          buffer(kGradV, v.sym_sizes(), q.scalar_type()),
+          buffer(kGradBeta, beta.sym_sizes(), beta.scalar_type()),
+          buffer(kGradLogDecay, beta.sym_sizes(), decay_type),
+          buffer(kGradInitialState, state_sizes, arithmetic)};
+}
+
+// --- Autograd ----------------------------------------------------------------------------------
+
+ForwardResult call_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                           const OptionalTensor& log_decay, const OptionalTensor& initial_state,
+                           const OptionalTensor& cu_seqlens, c10::string_view rule,
+                           std::optional<double> scale, bool output_final_state, bool qk_l2norm,
+                           bool sequential, bool keep_states) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("efla::_delta_rule_forward", "")
+                             .typed<decltype(forward_cpu)>();
+  return op.call(q, k, v, beta, log_decay, initial_state, cu_seqlens, rule, scale,
+                 output_final_state, qk_l2norm, sequential, keep_states);
+}
+
+Gradients call_backward(const Tensor& grad_o, const OptionalTensor& grad_final_state,
+                        const variable_list& saved, c10::string_view rule,
+                        std::optional<double> scale, bool qk_l2norm,
+                        std::array<bool, kGradients> wanted) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("efla::_delta_rule_backward", "")
+                             .typed<decltype(backward_cpu)>();
+  const auto optional = [](const Tensor& t) {
+    return t.defined() ? OptionalTensor(t) : std::nullopt;
+  };
+  return op.call(grad_o, grad_final_state, saved[0], saved[1], saved[2], saved[3],
+                 optional(saved[4]), optional(saved[5]), optional(saved[6]), saved[7], rule, scale,
+                 qk_l2norm, wanted);
+}
+
+class DeltaRuleFunction : public torch::autograd::Function<DeltaRuleFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const Tensor& beta, const OptionalTensor& log_decay,
+                               const OptionalTensor& initial_state,
+                               const OptionalTensor& cu_seqlens, const std::string& rule,
+                               std::optional<double> scale, bool output_final_state, bool qk_l2norm,
+                               bool sequential) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [o, final_state, states] =
+        call_forward(q, k, v, beta, log_decay, initial_state, cu_seqlens, rule, scale,
+                     output_final_state, qk_l2norm, sequential, /*keep_states=*/true);
+    const auto value = [](const OptionalTensor& t) { return given(t) ? *t : Tensor(); };
+    ctx->save_for_backward(
+        {q, k, v, beta, value(log_decay), value(initial_state), value(cu_seqlens), states});
+    ctx->saved_data["rule"] = rule;
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["qk_l2norm"] = qk_l2norm;
+    ctx->set_materialize_grads(false);
+    if (!output_final_state) ctx->mark_non_differentiable({final_state});
+    return {o, final_state};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const bool has_decay = saved[4].defined();
+    const bool has_state = saved[5].defined();
+    const size_t state_edge = has_decay ? 5 : 4;  // only tensors that were given have an edge
+    const std::array<bool, kGradients> wanted = {ctx->needs_input_grad(0),
+                                                 ctx->needs_input_grad(1),
+                                                 ctx->needs_input_grad(2),
+                                                 ctx->needs_input_grad(3),
+                                                 has_decay && ctx->needs_input_grad(4),
+                                                 has_state && ctx->needs_input_grad(state_edge)};
+    const Tensor grad_o =
+        grads[0].defined() ? grads[0] : at::zeros_symint(saved[2].sym_sizes(), saved[0].options());
+    const OptionalTensor grad_final = grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
+
+    variable_list out;
+    {
+      at::AutoGradMode no_grad(false);
+      auto g = call_backward(grad_o, grad_final, saved, ctx->saved_data["rule"].toStringRef(),
+                             ctx->saved_data["scale"].toOptional<double>(),
+                             ctx->saved_data["qk_l2norm"].toBool(), wanted);
+      out = {std::get<0>(g), std::get<1>(g), std::get<2>(g),
+             std::get<3>(g), std::get<4>(g), std::get<5>(g)};
+      for (size_t i = 0; i < out.size(); ++i) out[i] = or_undefined(out[i], wanted[i]);
+    }
+    out = once_differentiable("efla::chunk and efla::recurrent", std::move(out));
+    out.resize(12);  // cu_seqlens and the arguments that are no tensors
+    return out;
+  }
+};
+
+std::tuple<Tensor, Tensor> run(bool sequential, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const Tensor& beta, const OptionalTensor& log_decay,
+                               c10::string_view rule, std::optional<double> scale,
+                               const OptionalTensor& initial_state, bool output_final_state,
+                               const OptionalTensor& cu_seqlens, bool qk_l2norm) {
+  // Before the dispatcher chooses a backend: otherwise mixed devices give its message, not ours.
+  const char* op = name_of(sequential);
+  check_device(op, q, "q", q);
+  check_device(op, q, "k", k);
+  check_device(op, q, "v", v);
+  check_device(op, q, "beta", beta);
+  if (given(log_decay)) check_device(op, q, "log_decay", *log_decay);
+  if (given(initial_state)) check_device(op, q, "initial_state", *initial_state);
+  if (given(cu_seqlens)) check_device(op, q, "cu_seqlens", *cu_seqlens);
+
+  if (needs_grad({&q, &k, &v, &beta, given(log_decay), given(initial_state)})) {
+    const variable_list out = DeltaRuleFunction::apply(q, k, v, beta, log_decay, initial_state,
+                                                       cu_seqlens, std::string(rule), scale,
+                                                       output_final_state, qk_l2norm, sequential);
+    return {out[0], out[1]};
+  }
+  auto [o, final_state, states] =
+      call_forward(q, k, v, beta, log_decay, initial_state, cu_seqlens, rule, scale,
+                   output_final_state, qk_l2norm, sequential, /*keep_states=*/false);
+  return {o, final_state};
+}
+
+template <bool kSequential>
+std::tuple<Tensor, Tensor> composite(const Tensor& q, const Tensor& k, const Tensor& v,
+                                     const Tensor& beta, const OptionalTensor& log_decay,
+                                     c10::string_view rule, std::optional<double> scale,
+                                     const OptionalTensor& initial_state, bool output_final_state,
+                                     const OptionalTensor& cu_seqlens, bool qk_l2norm) {
+  return run(kSequential, q, k, v, beta, log_decay, rule, scale, initial_state, output_final_state,
+             cu_seqlens, qk_l2norm);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(efla, CompositeImplicitAutograd, m) {
+  m.impl("chunk", composite<false>);
+  m.impl("recurrent", composite<true>);
+}
+TORCH_LIBRARY_IMPL(efla, CPU, m) {
+  m.impl("_delta_rule_forward", forward_cpu);
+  m.impl("_delta_rule_backward", backward_cpu);
+}
+TORCH_LIBRARY_IMPL(efla, Meta, m) {
+  m.impl("_delta_rule_forward", forward_meta);
+  m.impl("_delta_rule_backward", backward_meta);
+}
+
+}  // namespace efla::ops

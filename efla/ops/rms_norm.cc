@@ -1,0 +1,200 @@
+// efla::rms_norm: RMS norm over the last dimension with an optional weight and SiLU gate.
+#include <torch/library.h>
+#include <torch/torch.h>
+
+#include <tuple>
+
+#include "efla/kernels/cpu/layer_ops.h"
+#include "efla/ops/executor.h"
+#include "efla/ops/tensors.h"
+
+namespace efla::ops {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<at::Tensor>;
+
+constexpr const char* kOp = "efla::rms_norm";
+
+void check(const Tensor& x, const OptionalTensor& weight, double eps, const OptionalTensor& gate) {
+  check_device(kOp, x, "x", x);
+  TORCH_CHECK(is_supported(x.scalar_type()), kOp,
+              ": x must be float32, float64, bfloat16 or float16, but is ", x.scalar_type(),
+              " with shape ", x.sym_sizes());
+  TORCH_CHECK(x.dim() >= 1, kOp, ": x must have at least one dimension");
+  TORCH_CHECK(eps >= 0, kOp, ": eps must not be negative, but is ", eps);
+  if (const Tensor* w = given(weight)) {
+    check_device(kOp, x, "weight", *w);
+    TORCH_CHECK(w->dim() == 1 && w->sym_size(0) == x.sym_size(-1), kOp,
+                ": weight must have shape [D] = [", x.sym_size(-1), "], but has shape ",
+                w->sym_sizes(), " (x has shape ", x.sym_sizes(), ")");
+    TORCH_CHECK(w->scalar_type() == at::kFloat || w->scalar_type() == x.scalar_type(), kOp,
+                ": weight must be float32 or have the dtype of x, ", x.scalar_type(), ", but is ",
+                w->scalar_type(), " with shape ", w->sym_sizes());
+  }
+  if (const Tensor* g = given(gate)) {
+    check_device(kOp, x, "gate", *g);
+    TORCH_CHECK(g->sym_sizes() == x.sym_sizes() && g->scalar_type() == x.scalar_type(), kOp,
+                ": gate must have the shape and dtype of x, ", x.sym_sizes(), " ", x.scalar_type(),
+                ", but has ", g->sym_sizes(), " ", g->scalar_type());
+  }
+}
+
+struct Prepared {
+  RmsNormParams params;
+  Tensor x, weight, gate;
+};
+
+Prepared prepare(const Tensor& x, const OptionalTensor& weight, double eps,
+                 const OptionalTensor& gate) {
+  const at::ScalarType storage = storage_type(x.scalar_type());
+  Prepared out;
+  out.x = contiguous(x, storage);
+  RmsNormParams& p = out.params;
+  p.dim = x.size(-1);
+  p.rows = p.dim == 0 ? 0 : x.numel() / p.dim;
+  p.dtype = kernel_dtype(storage);
+  p.eps = eps;
+  p.x = out.x.const_data_ptr();
+  if (const Tensor* w = given(weight)) {
+    out.weight = contiguous(*w, storage);
+    p.weight = out.weight.const_data_ptr();
+  }
+  if (const Tensor* g = given(gate)) {
+    out.gate = contiguous(*g, storage);
+    p.gate = out.gate.const_data_ptr();
+  }
+  return out;
+}
+
+Tensor forward_cpu(const Tensor& x, const OptionalTensor& weight, double eps,
+                   const OptionalTensor& gate) {
+  check(x, weight, eps, gate);
+  Prepared prepared = prepare(x, weight, eps, gate);
+  Tensor y = at::empty(x.sizes(), prepared.x.options());
+  if (y.numel() != 0) {
+    prepared.params.y = y.mutable_data_ptr();
+    cpu::rms_norm_forward(prepared.params, torch_executor());
+  }
+  return as_dtype(y, x.scalar_type());
+}
+
+void check_grad(const Tensor& grad_y, const Tensor& x) {
+  check_device(kOp, x, "grad_y", grad_y);
+  TORCH_CHECK(grad_y.sym_sizes() == x.sym_sizes() && grad_y.scalar_type() == x.scalar_type(), kOp,
+              ": grad_y must have the shape and dtype of x, ", x.sym_sizes(), " ", x.scalar_type(),
+              ", but has ", grad_y.sym_sizes(), " ", grad_y.scalar_type());
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tensor& x,
+                                                const OptionalTensor& weight, double eps,
+                                                const OptionalTensor& gate) {
+  check(x, weight, eps, gate);
+  check_grad(grad_y, x);
+  const Prepared prepared = prepare(x, weight, eps, gate);
+  const auto options = prepared.x.options();
+  const auto arithmetic = options.dtype(arithmetic_type(x.scalar_type()));
+  Tensor grad_x = at::empty(x.sizes(), options);
+  Tensor grad_weight =
+      prepared.weight.defined() ? at::empty({x.size(-1)}, arithmetic) : at::empty({0}, arithmetic);
+  Tensor grad_gate =
+      prepared.gate.defined() ? at::empty(x.sizes(), options) : at::empty({0}, options);
+  if (x.numel() == 0) {
+    grad_weight.zero_();
+  } else {
+    const Tensor grad = contiguous(grad_y, prepared.x.scalar_type());
+    RmsNormBackwardParams params;
+    params.forward = prepared.params;
+    params.grad_y = grad.const_data_ptr();
+    params.grad_x = grad_x.mutable_data_ptr();
+    if (prepared.weight.defined()) params.grad_weight = grad_weight.mutable_data_ptr();
+    if (prepared.gate.defined()) params.grad_gate = grad_gate.mutable_data_ptr();
+    cpu::rms_norm_backward(params, torch_executor());
+  }
+  const at::ScalarType weight_type = given(weight) ? weight->scalar_type() : x.scalar_type();
+  return {as_dtype(grad_x, x.scalar_type()), as_dtype(grad_weight, weight_type),
+          as_dtype(grad_gate, x.scalar_type())};
+}
+
+Tensor forward_meta(const Tensor& x, const OptionalTensor& weight, double eps,
+                    const OptionalTensor& gate) {
+  check(x, weight, eps, gate);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad_y, const Tensor& x,
+                                                 const OptionalTensor& weight, double eps,
+                                                 const OptionalTensor& gate) {
+  check(x, weight, eps, gate);
+  check_grad(grad_y, x);
+  return {at::empty_symint(x.sym_sizes(), x.options()),
+          given(weight) ? at::empty_symint(weight->sym_sizes(), weight->options()) : absent_like(x),
+          given(gate) ? at::empty_symint(x.sym_sizes(), x.options()) : absent_like(x)};
+}
+
+Tensor call_forward(const Tensor& x, const OptionalTensor& weight, double eps,
+                    const OptionalTensor& gate) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("efla::_rms_norm_forward", "")
+                             .typed<decltype(forward_cpu)>();
+  return op.call(x, weight, eps, gate);
+}
+
+class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight,
+                        double eps, const OptionalTensor& gate) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->save_for_backward({x, weight.value_or(Tensor()), gate.value_or(Tensor())});
+    ctx->saved_data["eps"] = eps;
+    return call_forward(x, weight, eps, gate);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("efla::_rms_norm_backward", "")
+                               .typed<decltype(backward_cpu)>();
+    const variable_list saved = ctx->get_saved_variables();
+    const auto optional = [](const Tensor& t) {
+      return t.defined() ? OptionalTensor(t) : std::nullopt;
+    };
+    variable_list out;
+    {
+      at::AutoGradMode no_grad(false);
+      auto [grad_x, grad_weight, grad_gate] =
+          op.call(grads[0], saved[0], optional(saved[1]), ctx->saved_data["eps"].toDouble(),
+                  optional(saved[2]));
+      out = {grad_x, or_undefined(grad_weight, saved[1].defined()),
+             or_undefined(grad_gate, saved[2].defined())};
+    }
+    out = once_differentiable(kOp, std::move(out));
+    return {out[0], out[1], Tensor(), out[2]};  // x, weight, eps, gate
+  }
+};
+
+Tensor rms_norm_composite(const Tensor& x, const OptionalTensor& weight, double eps,
+                          const OptionalTensor& gate) {
+  check_device(kOp, x, "x", x);
+  if (given(weight)) check_device(kOp, x, "weight", *weight);
+  if (given(gate)) check_device(kOp, x, "gate", *gate);
+  if (needs_grad({&x, given(weight), given(gate)})) {
+    return RmsNormFunction::apply(x, weight, eps, gate);
+  }
+  return call_forward(x, weight, eps, gate);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(efla, CompositeImplicitAutograd, m) { m.impl("rms_norm", rms_norm_composite); }
+TORCH_LIBRARY_IMPL(efla, CPU, m) {
+  m.impl("_rms_norm_forward", forward_cpu);
+  m.impl("_rms_norm_backward", backward_cpu);
+}
+TORCH_LIBRARY_IMPL(efla, Meta, m) {
+  m.impl("_rms_norm_forward", forward_meta);
+  m.impl("_rms_norm_backward", backward_meta);
+}
+
+}  // namespace efla::ops

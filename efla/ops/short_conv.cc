@@ -1,0 +1,275 @@
+// efla::short_conv: causal depthwise convolution over time with its state.
+#include <torch/library.h>
+#include <torch/torch.h>
+
+#include <tuple>
+
+#include "efla/kernels/cpu/layer_ops.h"
+#include "efla/ops/executor.h"
+#include "efla/ops/tensors.h"
+
+namespace efla::ops {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<at::Tensor>;
+
+constexpr const char* kOp = "efla::short_conv";
+
+// Checks everything but the values of cu_seqlens; returns N.
+c10::SymInt check(const Tensor& x, const Tensor& weight, const OptionalTensor& initial_state,
+                  const OptionalTensor& cu_seqlens) {
+  check_device(kOp, x, "x", x);
+  check_device(kOp, x, "weight", weight);
+  TORCH_CHECK(is_supported(x.scalar_type()), kOp,
+              ": x must be float32, float64, bfloat16 or float16, but is ", x.scalar_type(),
+              " with shape ", x.sym_sizes());
+  TORCH_CHECK(x.dim() == 3, kOp, ": x must have shape [B, T, D], but has shape ", x.sym_sizes());
+  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(0) == x.sym_size(2) && weight.sym_size(1) >= 1,
+              kOp, ": weight must have shape [D, W] with D = ", x.sym_size(2),
+              " and W >= 1, but has shape ", weight.sym_sizes(), " (x has shape ", x.sym_sizes(),
+              ")");
+  TORCH_CHECK(weight.scalar_type() == at::kFloat || weight.scalar_type() == x.scalar_type(), kOp,
+              ": weight must be float32 or have the dtype of x, ", x.scalar_type(), ", but is ",
+              weight.scalar_type(), " with shape ", weight.sym_sizes());
+  c10::SymInt sequences = x.sym_size(0);
+  if (const Tensor* offsets = given(cu_seqlens)) {
+    check_device(kOp, x, "cu_seqlens", *offsets);
+    check_cu_seqlens(kOp, *offsets, x, "x");
+    sequences = offsets->sym_size(0) - 1;
+  }
+  if (const Tensor* state = given(initial_state)) {
+    check_device(kOp, x, "initial_state", *state);
+    TORCH_CHECK(state->scalar_type() == x.scalar_type(), kOp,
+                ": initial_state must have the dtype of x, ", x.scalar_type(), ", but is ",
+                state->scalar_type(), " with shape ", state->sym_sizes());
+    TORCH_CHECK(state->dim() == 3 && state->sym_size(0) == sequences &&
+                    state->sym_size(1) == x.sym_size(2) && state->sym_size(2) == weight.sym_size(1),
+                kOp, ": initial_state must have shape [N, D, W] = [", sequences, ", ",
+                x.sym_size(2), ", ", weight.sym_size(1), "], but has shape ", state->sym_sizes(),
+                " (x has shape ", x.sym_sizes(), ", weight ", weight.sym_sizes(), ")");
+  }
+  return sequences;
+}
+
+View view_of_rows(const Tensor& t) { return {t.const_data_ptr(), t.stride(0), t.stride(1), 0}; }
+MutableView mutable_view_of_rows(const Tensor& t) {
+  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), 0};
+}
+
+struct Prepared {
+  ShortConvParams params;
+  Tensor x, weight, initial_state;
+  std::vector<int64_t> offsets;
+  bool empty() const { return params.tokens == 0 || params.sequences == 0 || params.channels == 0; }
+};
+
+void prepare(const Tensor& x, const Tensor& weight, bool silu, const OptionalTensor& initial_state,
+             const OptionalTensor& cu_seqlens, Prepared& out) {
+  const at::ScalarType storage = storage_type(x.scalar_type());
+  out.x = with_contiguous_rows(as_dtype(x, storage));
+  out.weight = contiguous(weight, storage);
+  ShortConvParams& p = out.params;
+  p.batch = x.size(0);
+  p.tokens = x.size(1);
+  p.channels = x.size(2);
+  p.width = weight.size(1);
+  p.sequences = p.batch;
+  p.dtype = kernel_dtype(storage);
+  p.silu = silu;
+  p.x = view_of_rows(out.x);
+  p.weight = out.weight.const_data_ptr();
+  if (const Tensor* offsets = given(cu_seqlens)) {
+    out.offsets = read_offsets(kOp, *offsets, p.tokens);
+    p.cu_seqlens = out.offsets.data();
+    p.sequences = static_cast<int64_t>(out.offsets.size()) - 1;
+  }
+  if (const Tensor* state = given(initial_state)) {
+    out.initial_state = contiguous(*state, storage);
+    p.initial_state = out.initial_state.const_data_ptr();
+  }
+}
+
+std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, const Tensor& weight, bool silu,
+                                       const OptionalTensor& initial_state, bool output_final_state,
+                                       const OptionalTensor& cu_seqlens) {
+  check(x, weight, initial_state, cu_seqlens);
+  Prepared prepared;
+  prepare(x, weight, silu, initial_state, cu_seqlens, prepared);
+  ShortConvParams& p = prepared.params;
+  const auto options = prepared.x.options();
+  Tensor y = at::empty(x.sizes(), options);
+  Tensor final_state = output_final_state ? at::empty({p.sequences, p.channels, p.width}, options)
+                                          : at::empty({0}, options);
+  if (prepared.empty()) {
+    y.zero_();
+    if (output_final_state) {
+      prepared.initial_state.defined() ? final_state.copy_(prepared.initial_state)
+                                       : final_state.zero_();
+    }
+  } else {
+    p.y = mutable_view_of_rows(y);
+    if (output_final_state) p.final_state = final_state.mutable_data_ptr();
+    cpu::short_conv_forward(p, torch_executor());
+  }
+  return {as_dtype(y, x.scalar_type()), as_dtype(final_state, x.scalar_type())};
+}
+
+void check_backward(const Tensor& grad_y, const OptionalTensor& grad_final_state, const Tensor& x,
+                    const Tensor& weight, const c10::SymInt& n) {
+  check_device(kOp, x, "grad_y", grad_y);
+  TORCH_CHECK(grad_y.sym_sizes() == x.sym_sizes() && grad_y.scalar_type() == x.scalar_type(), kOp,
+              ": grad_y must have the shape and dtype of x, ", x.sym_sizes(), " ", x.scalar_type(),
+              ", but has ", grad_y.sym_sizes(), " ", grad_y.scalar_type());
+  if (const Tensor* g = given(grad_final_state)) {
+    TORCH_CHECK(g->dim() == 3 && g->sym_size(0) == n && g->sym_size(1) == x.sym_size(2) &&
+                    g->sym_size(2) == weight.sym_size(1) && g->scalar_type() == x.scalar_type(),
+                kOp, ": grad_final_state must have shape [N, D, W] = [", n, ", ", x.sym_size(2),
+                ", ", weight.sym_size(1), "] and the dtype of x, but has ", g->sym_sizes(), " ",
+                g->scalar_type());
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y,
+                                                const OptionalTensor& grad_final_state,
+                                                const Tensor& x, const Tensor& weight, bool silu,
+                                                const OptionalTensor& initial_state,
+                                                const OptionalTensor& cu_seqlens) {
+  const c10::SymInt n = check(x, weight, initial_state, cu_seqlens);
+  check_backward(grad_y, grad_final_state, x, weight, n);
+  Prepared prepared;
+  prepare(x, weight, silu, initial_state, cu_seqlens, prepared);
+  ShortConvBackwardParams params;
+  params.forward = prepared.params;
+  const ShortConvParams& p = params.forward;
+  const auto options = prepared.x.options();
+  const bool has_state = given(initial_state) != nullptr;
+  Tensor grad_x = at::empty(x.sizes(), options);
+  Tensor grad_weight = at::empty(weight.sizes(), options);
+  Tensor grad_state =
+      has_state ? at::empty({p.sequences, p.channels, p.width}, options) : at::empty({0}, options);
+  Tensor grad_final;
+  if (const Tensor* g = given(grad_final_state)) grad_final = contiguous(*g, grad_x.scalar_type());
+  if (prepared.empty()) {
+    grad_x.zero_();
+    grad_weight.zero_();
+    if (has_state) grad_final.defined() ? grad_state.copy_(grad_final) : grad_state.zero_();
+  } else {
+    const Tensor grad = with_contiguous_rows(as_dtype(grad_y, grad_x.scalar_type()));
+    params.grad_y = view_of_rows(grad);
+    params.grad_x = mutable_view_of_rows(grad_x);
+    params.grad_weight = grad_weight.mutable_data_ptr();
+    if (grad_final.defined()) params.grad_final_state = grad_final.const_data_ptr();
+    if (has_state) params.grad_initial_state = grad_state.mutable_data_ptr();
+    cpu::short_conv_backward(params, torch_executor());
+  }
+  return {as_dtype(grad_x, x.scalar_type()), as_dtype(grad_weight, weight.scalar_type()),
+          as_dtype(grad_state, x.scalar_type())};
+}
+
+std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, const Tensor& weight, bool silu,
+                                        const OptionalTensor& initial_state,
+                                        bool output_final_state, const OptionalTensor& cu_seqlens) {
+  const c10::SymInt n = check(x, weight, initial_state, cu_seqlens);
+  return {at::empty_symint(x.sym_sizes(), x.options()),
+          output_final_state ? at::empty_symint({n, x.sym_size(2), weight.sym_size(1)}, x.options())
+                             : absent_like(x)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad_y,
+                                                 const OptionalTensor& grad_final_state,
+                                                 const Tensor& x, const Tensor& weight, bool silu,
+                                                 const OptionalTensor& initial_state,
+                                                 const OptionalTensor& cu_seqlens) {
+  const c10::SymInt n = check(x, weight, initial_state, cu_seqlens);
+  check_backward(grad_y, grad_final_state, x, weight, n);
+  return {at::empty_symint(x.sym_sizes(), x.options()),
+          at::empty_symint(weight.sym_sizes(), weight.options()),
+          given(initial_state)
+              ? at::empty_symint({n, x.sym_size(2), weight.sym_size(1)}, x.options())
+              : absent_like(x)};
+}
+
+std::tuple<Tensor, Tensor> call_forward(const Tensor& x, const Tensor& weight, bool silu,
+                                        const OptionalTensor& initial_state,
+                                        bool output_final_state, const OptionalTensor& cu_seqlens) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("efla::_short_conv_forward", "")
+                             .typed<decltype(forward_cpu)>();
+  return op.call(x, weight, silu, initial_state, output_final_state, cu_seqlens);
+}
+
+class ShortConvFunction : public torch::autograd::Function<ShortConvFunction> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                               bool silu, const OptionalTensor& initial_state,
+                               bool output_final_state, const OptionalTensor& cu_seqlens) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [y, final_state] =
+        call_forward(x, weight, silu, initial_state, output_final_state, cu_seqlens);
+    ctx->save_for_backward(
+        {x, weight, initial_state.value_or(Tensor()), cu_seqlens.value_or(Tensor())});
+    ctx->saved_data["silu"] = silu;
+    ctx->set_materialize_grads(false);
+    if (!output_final_state) ctx->mark_non_differentiable({final_state});
+    return {y, final_state};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("efla::_short_conv_backward", "")
+                               .typed<decltype(backward_cpu)>();
+    const variable_list saved = ctx->get_saved_variables();
+    const auto optional = [](const Tensor& t) {
+      return t.defined() ? OptionalTensor(t) : std::nullopt;
+    };
+    const Tensor grad_y =
+        grads[0].defined() ? grads[0] : at::zeros_symint(saved[0].sym_sizes(), saved[0].options());
+    variable_list out;
+    {
+      at::AutoGradMode no_grad(false);
+      auto [grad_x, grad_weight, grad_state] =
+          op.call(grad_y, optional(grads[1]), saved[0], saved[1], ctx->saved_data["silu"].toBool(),
+                  optional(saved[2]), optional(saved[3]));
+      out = {grad_x, grad_weight, or_undefined(grad_state, saved[2].defined())};
+    }
+    out = once_differentiable(kOp, std::move(out));
+    // Positions of forward's arguments: x, weight, silu, initial_state, output_final_state,
+    // cu_seqlens.
+    return {out[0], out[1], Tensor(), out[2], Tensor(), Tensor()};
+  }
+};
+
+std::tuple<Tensor, Tensor> short_conv_composite(const Tensor& x, const Tensor& weight, bool silu,
+                                                const OptionalTensor& initial_state,
+                                                bool output_final_state,
+                                                const OptionalTensor& cu_seqlens) {
+  check_device(kOp, x, "x", x);
+  check_device(kOp, x, "weight", weight);
+  if (given(initial_state)) check_device(kOp, x, "initial_state", *initial_state);
+  if (given(cu_seqlens)) check_device(kOp, x, "cu_seqlens", *cu_seqlens);
+  if (needs_grad({&x, &weight, given(initial_state)})) {
+    const variable_list out =
+        ShortConvFunction::apply(x, weight, silu, initial_state, output_final_state, cu_seqlens);
+    return {out[0], out[1]};
+  }
+  return call_forward(x, weight, silu, initial_state, output_final_state, cu_seqlens);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(efla, CompositeImplicitAutograd, m) {
+  m.impl("short_conv", short_conv_composite);
+}
+TORCH_LIBRARY_IMPL(efla, CPU, m) {
+  m.impl("_short_conv_forward", forward_cpu);
+  m.impl("_short_conv_backward", backward_cpu);
+}
+TORCH_LIBRARY_IMPL(efla, Meta, m) {
+  m.impl("_short_conv_forward", forward_meta);
+  m.impl("_short_conv_backward", backward_meta);
+}
+
+}  // namespace efla::ops

@@ -1,0 +1,174 @@
+// efla::step_: one or a few tokens per sequence against a pool of states, in place, without
+// gradient. Everything is checked before the first state changes.
+#include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+
+#include "efla/kernels/cpu/delta_rule.h"
+#include "efla/ops/delta_rule_arguments.h"
+#include "efla/ops/executor.h"
+#include "efla/ops/tensors.h"
+
+namespace efla::ops {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<at::Tensor>;
+
+constexpr const char* kOp = "efla::step_";
+constexpr int64_t kMaxStepTokens = 8;
+
+void check_step(const DeltaRuleArguments& a, const Tensor& state,
+                const OptionalTensor& state_indices) {
+  TORCH_CHECK(a.q.dim() == 3 || a.q.dim() == 4, kOp,
+              ": q must have shape [B, H, K] or [B, T, H, K], but has shape ", a.q.sym_sizes());
+  const SymbolicShape s = check_arguments(a);
+  TORCH_CHECK(s.tokens <= kMaxStepTokens, kOp, ": takes at most ", kMaxStepTokens,
+              " tokens per sequence, but q has T = ", s.tokens, " (shape ", a.q.sym_sizes(),
+              "); use efla.recurrent or efla.chunk");
+  const Tensor* indices = given(state_indices);
+  if (indices == nullptr) {
+    check_state(kOp, "state", state, "B (without state_indices)", s.batch, a, s);
+    return;
+  }
+  TORCH_CHECK(state.dim() == 4, kOp, ": state must have shape [P, HV, K, V], but has shape ",
+              state.sym_sizes());
+  check_state(kOp, "state", state, "P", state.sym_size(0), a, s);
+  check_device(kOp, a.q, "state_indices", *indices);
+  TORCH_CHECK(indices->scalar_type() == at::kInt || indices->scalar_type() == at::kLong, kOp,
+              ": state_indices must be int32 or int64, but is ", indices->scalar_type(),
+              " with shape ", indices->sym_sizes());
+  TORCH_CHECK(indices->dim() == 1 && indices->sym_size(0) == s.batch, kOp,
+              ": state_indices must have shape [B] = [", s.batch, "], but has shape ",
+              indices->sym_sizes());
+}
+
+// In range, and no state named twice: two rows would race for it.
+std::vector<int64_t> read_indices(const Tensor& indices, int64_t pool_size) {
+  const Tensor wide = contiguous(indices, at::kLong);
+  const int64_t* data = wide.const_data_ptr<int64_t>();
+  std::vector<int64_t> out(data, data + wide.numel());
+  for (size_t i = 0; i < out.size(); ++i) {
+    TORCH_CHECK(out[i] >= -1 && out[i] < pool_size, kOp, ": state_indices[", i, "] = ", out[i],
+                " is outside the pool of P = ", pool_size, " states (-1 marks a padding row)");
+  }
+  std::vector<int64_t> sorted = out;
+  std::sort(sorted.begin(), sorted.end());
+  for (size_t i = 1; i < sorted.size(); ++i) {
+    TORCH_CHECK(sorted[i] == -1 || sorted[i] != sorted[i - 1], kOp, ": state_indices names state ",
+                sorted[i], " more than once; each row needs a state of its own");
+  }
+  return out;
+}
+
+void check_state_memory(const DeltaRuleArguments& a, const Tensor& state) {
+  TORCH_CHECK(at::has_internal_overlap(state) != at::MemOverlap::Yes, kOp,
+              ": state is an expanded tensor whose elements share memory (shape ", state.sizes(),
+              ", strides ", state.strides(),
+              ") and cannot be updated in place; pass state.clone()");
+  const std::pair<const char*, const Tensor*> inputs[] = {
+      {"q", &a.q}, {"k", &a.k}, {"v", &a.v}, {"beta", &a.beta}, {"log_decay", given(a.log_decay)}};
+  for (const auto& [name, t] : inputs) {
+    if (t == nullptr) continue;
+    const auto overlap = at::get_overlap_status(state, *t);
+    TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                kOp, ": ", name,
+                " shares memory with state, which is updated in place; pass a copy");
+  }
+}
+
+Tensor step_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                Tensor& state, const OptionalTensor& log_decay, c10::string_view rule,
+                std::optional<double> scale, const OptionalTensor& state_indices, bool qk_l2norm) {
+  const bool has_token_axis = q.dim() != 3;
+  const DeltaRuleArguments a{kOp, q, k, v, beta, log_decay, rule, scale, qk_l2norm, has_token_axis};
+  check_step(a, state, state_indices);
+  check_state_memory(a, state);
+  std::vector<int64_t> indices;
+  if (const Tensor* t = given(state_indices)) indices = read_indices(*t, state.size(0));
+
+  PreparedProblem prepared;
+  prepare_problem(a, {}, {}, prepared);
+  // Not through the dispatcher: an allocation that way costs a third of a small step.
+  Tensor o = at::detail::empty_cpu(v.sizes(), prepared.v.options());
+  if (o.numel() == 0) return as_dtype(o, q.scalar_type());
+
+  // A state with other strides is updated through a copy; the caller's memory changes all the same.
+  Tensor pool = state.contiguous();
+  StepParams params;
+  params.problem = prepared.problem;
+  params.o = mutable_view_of(o, has_token_axis);
+  params.state = pool.mutable_data_ptr();
+  params.pool_size = pool.size(0);
+  params.state_indices = given(state_indices) ? indices.data() : nullptr;
+  cpu::step(params, torch_executor());
+  if (!pool.is_same(state)) state.copy_(pool);
+  return as_dtype(o, q.scalar_type());
+}
+
+Tensor step_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                 Tensor& state, const OptionalTensor& log_decay, c10::string_view rule,
+                 std::optional<double> scale, const OptionalTensor& state_indices, bool qk_l2norm) {
+  const DeltaRuleArguments a{kOp, q, k, v, beta, log_decay, rule, scale, qk_l2norm, q.dim() != 3};
+  check_step(a, state, state_indices);
+  return at::empty_symint(v.sym_sizes(), v.options());
+}
+
+using StepOperator = c10::TypedOperatorHandle<decltype(step_cpu)>;
+
+const StepOperator& step_operator() {
+  static const StepOperator op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("efla::step_", "").typed<decltype(step_cpu)>();
+  return op;
+}
+
+// No gradient flows through an in-place step, so asking for one is an error and not a silent zero.
+Tensor step_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& beta, Tensor& state, const OptionalTensor& log_decay,
+                     c10::string_view rule, std::optional<double> scale,
+                     const OptionalTensor& state_indices, bool qk_l2norm) {
+  const std::pair<const char*, const Tensor*> inputs[] = {{"q", &q},
+                                                          {"k", &k},
+                                                          {"v", &v},
+                                                          {"beta", &beta},
+                                                          {"state", &state},
+                                                          {"log_decay", given(log_decay)},
+                                                          {"state_indices", given(state_indices)}};
+  const bool recording = at::GradMode::is_enabled();
+  for (const auto& [name, t] : inputs) {
+    if (t == nullptr) continue;
+    check_device(kOp, q, name, *t);
+    TORCH_CHECK(!recording || !t->requires_grad(), kOp, ": has no gradient, but ", name,
+                " requires one (shape ", t->sym_sizes(),
+                "); call it under torch.no_grad(), or use efla.recurrent");
+  }
+  return step_operator().redispatch(keys & c10::after_autograd_keyset, q, k, v, beta, state,
+                                    log_decay, rule, scale, state_indices, qk_l2norm);
+}
+
+// Tells autograd that `state` changed, so that a graph that saved it notices.
+Tensor step_inplace(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, const Tensor& v,
+                    const Tensor& beta, Tensor& state, const OptionalTensor& log_decay,
+                    c10::string_view rule, std::optional<double> scale,
+                    const OptionalTensor& state_indices, bool qk_l2norm) {
+  Tensor o = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return step_operator().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, beta,
+                                      state, log_decay, rule, scale, state_indices, qk_l2norm);
+  }();
+  torch::autograd::increment_version(state);
+  return o;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(efla, CPU, m) { m.impl("step_", step_cpu); }
+TORCH_LIBRARY_IMPL(efla, Meta, m) { m.impl("step_", step_meta); }
+TORCH_LIBRARY_IMPL(efla, Autograd, m) { m.impl("step_", step_autograd); }
+TORCH_LIBRARY_IMPL(efla, ADInplaceOrView, m) { m.impl("step_", step_inplace); }
+
+}  // namespace efla::ops
