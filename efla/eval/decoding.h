@@ -25,6 +25,8 @@ class Decoding {
   std::span<const float> logits() const { return logits_; }
 
   int64_t tokens_read() const { return cache_.tokens_seen; }
+  /// Bytes of the state that is carried from token to token.
+  int64_t state_bytes() const;
 
  private:
   LanguageModel model_;

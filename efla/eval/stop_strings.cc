@@ -28,10 +28,19 @@ StopMatcher::StopMatcher(std::vector<std::string> stop_strings)
 std::string StopMatcher::push(std::string_view text) {
   if (stopped_) return "";
   held_ += text;
+  // The match that is complete first wins, as it would have if the text had come byte by byte.
   size_t match = std::string::npos;
+  size_t match_end = std::string::npos;
   size_t keep = 0;
   for (const std::string& stop : stop_strings_) {
-    match = std::min(match, held_.find(stop));
+    const size_t begin = held_.find(stop);
+    if (begin != std::string::npos) {
+      const size_t end = begin + stop.size();
+      if (end < match_end || (end == match_end && begin < match)) {
+        match = begin;
+        match_end = end;
+      }
+    }
     keep = std::max(keep, partial_match(held_, stop));
   }
   stopped_ = match != std::string::npos;
