@@ -1,121 +1,101 @@
-#include <cmath>
+#include "efla/kernels/cpu/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "efla/kernels/cpu/short_conv.cc"
+#include <algorithm>
 #include <vector>
 
 #include "efla/kernels/cpu/layer_ops.h"
+#include "efla/kernels/cpu/parallel.h"
+#include "efla/kernels/cpu/short_conv_blocks.h"
 #include "efla/kernels/cpu/storage.h"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+// After foreach_target.h, as Highway asks:
+#include "efla/kernels/cpu/short_conv-inl.h"
 
+HWY_BEFORE_NAMESPACE();
+namespace efla::cpu::HWY_NAMESPACE {
+namespace {
+
+// Outputs of N consecutive tokens; rows as in filter_sums.
+template <int N, typename S>
+void convolve_tokens(const S* const* rows, const S* filter, int64_t width, int64_t channels,
+                     bool silu, S* const* y) {
+  const hn::ScalableTag<Arithmetic<S>> d;
+  const int64_t lanes = hn::Lanes(d);
+  for (int64_t c = 0; c < channels; c += lanes) {
+    const size_t n = HWY_MIN(lanes, channels - c);
+    hn::Vec<decltype(d)> z[N];
+    filter_sums<N>(d, rows, filter, channels, width, c, n, z);
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) {
+      if (silu) z[j] = hn::Mul(z[j], sigmoid(d, z[j]));
+      store_some(d, z[j], y[j] + c, n);
+    }
+  }
+}
+
+template <typename S>
+void forward_blocks(const ShortConvParams& p, const ConvBlock* begin, const ConvBlock* end) {
+  const int64_t width = p.width, channels = p.channels;
+  std::vector<S> filter(width * channels);
+  to_rows(static_cast<const S*>(p.weight), channels, width, filter.data(), channels);
+  ConvInput<S> input(p, 0, channels);
+  std::vector<const S*> rows(width + kConvTokens);
+  for (const ConvBlock* b = begin; b != end; ++b) {
+    input.enter(*b);
+    S* y[kConvTokens];
+    for (int64_t t = b->begin; t < b->end;) {
+      const int64_t count = b->end - t >= kConvTokens ? kConvTokens : 1;
+      for (int64_t i = 0; i < width + count - 1; ++i) rows[i] = input.row(t - width + 1 + i);
+      for (int64_t j = 0; j < count; ++j) y[j] = conv_row<S>(p.y, *b, t + j);
+      if (count == kConvTokens) {
+        convolve_tokens<kConvTokens, S>(rows.data(), filter.data(), width, channels, p.silu, y);
+      } else {
+        convolve_tokens<1, S>(rows.data(), filter.data(), width, channels, p.silu, y);
+      }
+      t += count;
+    }
+    if (p.final_state == nullptr || b->end != b->length) continue;
+    for (int64_t w = 0; w < width; ++w) rows[w] = input.row(b->length - width + w);
+    from_rows(rows.data(), channels, width,
+              static_cast<S*>(p.final_state) + b->sequence * channels * width);
+  }
+}
+
+void short_conv_forward_blocks(const ShortConvParams& p, const ConvBlock* begin,
+                               const ConvBlock* end) {
+  dispatch_storage(p.dtype, [&](auto tag) { forward_blocks<decltype(tag)>(p, begin, end); });
+}
+
+}  // namespace
+}  // namespace efla::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
 namespace efla::cpu {
 namespace {
 
-struct Sequence {
-  int64_t row, begin, length;
-};
+HWY_EXPORT(short_conv_forward_blocks);
 
-Sequence sequence_at(const ShortConvParams& p, int64_t n) {
-  if (p.cu_seqlens == nullptr) return {n, 0, p.tokens};
-  return {0, p.cu_seqlens[n], p.cu_seqlens[n + 1] - p.cu_seqlens[n]};
-}
-
-template <typename S, typename V>
-auto* element(const V& view, int64_t row, int64_t t, int64_t d) {
-  using Pointer =
-      std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(view.data)>>, const S*, S*>;
-  return static_cast<Pointer>(view.data) + row * view.batch + t * view.token + d;
-}
-
-// Input at time t of a sequence; t < 0 reads the initial state.
-template <typename S>
-Arithmetic<S> input_at(const ShortConvParams& p, const Sequence& s, int64_t n, int64_t t,
-                       int64_t d) {
-  if (t >= 0) return to_arithmetic(*element<S>(p.x, s.row, s.begin + t, d));
-  if (p.initial_state == nullptr) return 0;
-  return to_arithmetic(
-      static_cast<const S*>(p.initial_state)[(n * p.channels + d) * p.width + p.width + t]);
-}
-
-template <typename S>
-void zero_outside(const ShortConvParams& p, const MutableView& y) {
-  if (p.cu_seqlens == nullptr || y.data == nullptr) return;
-  for (int64_t t = 0; t < p.tokens; ++t) {
-    if (p.sequences > 0 && t >= p.cu_seqlens[0] && t < p.cu_seqlens[p.sequences]) continue;
-    for (int64_t d = 0; d < p.channels; ++d) *element<S>(y, 0, t, d) = from_arithmetic<S>(0);
-  }
-}
+constexpr int64_t kBlockTokens = 64;
+constexpr int64_t kGrain = 16384;  // outputs that make a thread worth waking
 
 }  // namespace
 
 void short_conv_forward(const ShortConvParams& p, const Executor& executor) {
-  dispatch_storage(p.dtype, [&](auto tag) {
-    using S = decltype(tag);
-    using A = Arithmetic<S>;
-    const S* weight = static_cast<const S*>(p.weight);
-    zero_outside<S>(p, p.y);
-    for (int64_t n = 0; n < p.sequences; ++n) {
-      const Sequence s = sequence_at(p, n);
-      for (int64_t d = 0; d < p.channels; ++d) {
-        for (int64_t t = 0; t < s.length; ++t) {
-          A sum = 0;
-          for (int64_t w = 0; w < p.width; ++w)
-            sum += to_arithmetic(weight[d * p.width + w]) *
-                   input_at<S>(p, s, n, t - p.width + 1 + w, d);
-          if (p.silu) sum = sum / (1 + std::exp(-sum));
-          *element<S>(p.y, s.row, s.begin + t, d) = from_arithmetic<S>(sum);
-        }
-        if (p.final_state == nullptr) continue;
-        S* final_state = static_cast<S*>(p.final_state) + (n * p.channels + d) * p.width;
-        for (int64_t w = 0; w < p.width; ++w)
-          final_state[w] = from_arithmetic<S>(input_at<S>(p, s, n, s.length - p.width + w, d));
-      }
-    }
-  });
-}
-
-void short_conv_backward(const ShortConvBackwardParams& bp, const Executor& executor) {
-  const ShortConvParams& p = bp.forward;
-  dispatch_storage(p.dtype, [&](auto tag) {
-    using S = decltype(tag);
-    using A = Arithmetic<S>;
-    const S* weight = static_cast<const S*>(p.weight);
-    zero_outside<S>(p, bp.grad_x);
-    std::vector<A> grad_weight(p.channels * p.width, A(0));
-    std::vector<A> grad_in;
-    for (int64_t n = 0; n < p.sequences; ++n) {
-      const Sequence s = sequence_at(p, n);
-      for (int64_t d = 0; d < p.channels; ++d) {
-        grad_in.assign(s.length + p.width, A(0));  // index t + width
-        for (int64_t t = 0; t < s.length; ++t) {
-          A dy = to_arithmetic(*element<S>(bp.grad_y, s.row, s.begin + t, d));
-          if (p.silu) {
-            A z = 0;
-            for (int64_t w = 0; w < p.width; ++w)
-              z += to_arithmetic(weight[d * p.width + w]) *
-                   input_at<S>(p, s, n, t - p.width + 1 + w, d);
-            const A sigmoid = 1 / (1 + std::exp(-z));
-            dy *= sigmoid * (1 + z * (1 - sigmoid));
-          }
-          for (int64_t w = 0; w < p.width; ++w) {
-            grad_weight[d * p.width + w] += dy * input_at<S>(p, s, n, t - p.width + 1 + w, d);
-            grad_in[t + 1 + w] += dy * to_arithmetic(weight[d * p.width + w]);
-          }
-        }
-        const int64_t state = (n * p.channels + d) * p.width;
-        if (bp.grad_final_state)
-          for (int64_t w = 0; w < p.width; ++w)
-            grad_in[s.length + w] +=
-                to_arithmetic(static_cast<const S*>(bp.grad_final_state)[state + w]);
-        if (bp.grad_x.data)
-          for (int64_t t = 0; t < s.length; ++t)
-            *element<S>(bp.grad_x, s.row, s.begin + t, d) =
-                from_arithmetic<S>(grad_in[p.width + t]);
-        if (bp.grad_initial_state)
-          for (int64_t w = 0; w < p.width; ++w)
-            static_cast<S*>(bp.grad_initial_state)[state + w] = from_arithmetic<S>(grad_in[w]);
-      }
-    }
-    if (bp.grad_weight)
-      for (int64_t i = 0; i < p.channels * p.width; ++i)
-        static_cast<S*>(bp.grad_weight)[i] = from_arithmetic<S>(grad_weight[i]);
-  });
+  zero_uncovered_rows(p, p.y);
+  if (p.channels == 0) return;
+  const std::vector<ConvBlock> blocks = conv_blocks(p, kBlockTokens);
+  const int64_t count = blocks.size();
+  const int64_t tokens_per_block =
+      count == 0 ? 1 : std::max<int64_t>(1, p.batch * p.tokens / count);
+  parallel_ranges(executor, count, kGrain / (p.channels * tokens_per_block),
+                  [&](int64_t begin, int64_t end) {
+                    const auto run = HWY_DYNAMIC_DISPATCH(short_conv_forward_blocks);
+                    run(p, blocks.data() + begin, blocks.data() + end);
+                  });
 }
 
 }  // namespace efla::cpu
+#endif  // HWY_ONCE

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "efla/kernels/cpu/delta_rule.h"
+#include "efla/kernels/cpu/parallel.h"
 #include "efla/kernels/cpu/storage.h"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 // After foreach_target.h, as Highway asks:
@@ -142,18 +143,12 @@ void step(const StepParams& p, const Executor& executor) {
   const int64_t units = s.batch * s.value_heads * blocks;
   if (units == 0) return;
   const int64_t element_bytes = p.problem.dtype == DType::kFloat64 ? 8 : 4;
-  const int64_t bytes = s.batch * s.value_heads * s.key_dim * s.value_dim * element_bytes;
-  const int64_t tasks =
-      std::max<int64_t>(1, std::min({int64_t{executor.threads}, units, bytes / kTaskBytes}));
-  const auto body = [&](int64_t i) {
-    HWY_DYNAMIC_DISPATCH(step_task)
-    (p, units * i / tasks, units * (i + 1) / tasks, blocks, kUnitColumns);
-  };
-  if (tasks == 1) {
-    body(0);
-  } else {
-    executor.parallel_for(tasks, body);
-  }
+  const int64_t unit_bytes = s.key_dim * std::min(s.value_dim, kUnitColumns) * element_bytes;
+  parallel_ranges(executor, units, kTaskBytes / std::max<int64_t>(unit_bytes, 1),
+                  [&](int64_t begin, int64_t end) {
+                    const auto run = HWY_DYNAMIC_DISPATCH(step_task);
+                    run(p, begin, end, blocks, kUnitColumns);
+                  });
 }
 
 }  // namespace efla::cpu
