@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "efla/cli/commands.h"
-#include "efla/cli/suggest.h"
 #include "efla/io/error.h"
+#include "efla/train/nearest_name.h"
 
 namespace efla::cli {
 namespace {
@@ -70,10 +70,8 @@ std::string unknown_subcommand(const CLI::App& app, const std::vector<std::strin
         current->get_subcommands([&word](const CLI::App* sub) { return sub->get_name() == word; });
     const CLI::App* next = matches.empty() ? nullptr : matches.front();
     if (next == nullptr) {
-      const std::string nearest = nearest_word(word, names);
-      return fmt::format("'{}' is not a command of {}{}; the commands are {}", word, path,
-                         nearest.empty() ? "" : fmt::format(" (did you mean '{}'?)", nearest),
-                         fmt::join(names, ", "));
+      return fmt::format("'{}' is not a command of {}; did you mean '{}'? The commands are {}",
+                         word, path, nearest_name(word, names), fmt::join(names, ", "));
     }
     current = next;
     path += " " + word;
@@ -99,24 +97,12 @@ std::unique_ptr<CLI::App> make_app() {
          "Number of CPU threads (default: all cores)")
       ->check(CLI::Range(1, 1024))
       ->type_name("N");
-#ifdef EFLA_CLI_TRAIN
   add_train(*app);
-#endif
-#ifdef EFLA_CLI_EVAL
   add_eval(*app);
-#endif
-#ifdef EFLA_CLI_GENERATE
   add_generate(*app);
-#endif
-#ifdef EFLA_CLI_TOKENIZER
   add_tokenizer(*app);
-#endif
-#ifdef EFLA_CLI_DATA
   add_data(*app);
-#endif
-#ifdef EFLA_CLI_INFO
   add_info(*app);
-#endif
   return app;
 }
 

@@ -54,6 +54,8 @@ class Generator {
 
   int64_t prompt_tokens() const { return static_cast<int64_t>(prompt_.size()); }
   double prompt_seconds() const { return prompt_seconds_; }
+  /// Bytes of the state that one continuation carries; the same at any length.
+  int64_t state_bytes() const { return decoding_.state_bytes(); }
 
  private:
   LanguageModel model_;

@@ -1,0 +1,218 @@
+// efla info: what a model, shards, a tokenizer or this build is.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+#include <hwy/targets.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <set>
+#include <thread>
+
+#include "efla/cli/commands.h"
+#include "efla/cli/common.h"
+#include "efla/io/atomic_file.h"
+#include "efla/io/error.h"
+#include "efla/io/safetensors.h"
+#include "efla/io/token_shard.h"
+#include "efla/nn/config.h"
+#include "efla/train/checkpoint.h"
+
+namespace efla::cli {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+// Facts in the order in which they are shown; as a table or as one JSON line.
+void show(const Json& facts, bool json) {
+  if (json) {
+    print_json_line(facts);
+    return;
+  }
+  size_t width = 0;
+  for (const auto& [name, value] : facts.items()) width = std::max(width, name.size());
+  for (const auto& [name, value] : facts.items()) {
+    std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+    if (value.is_number_integer()) text = with_commas(value.get<int64_t>());
+    if (name.find("bytes") != std::string::npos && value.is_number_integer() && value >= 1000) {
+      text += fmt::format(" ({})", human_bytes(value.get<int64_t>()));
+    }
+    if (value.is_array()) {
+      text.clear();
+      for (const auto& item : value) {
+        text +=
+            (text.empty() ? "" : ", ") + (item.is_string() ? item.get<std::string>() : item.dump());
+      }
+      if (text.empty()) text = "none";
+    }
+    print_text(fmt::format("{:<{}}  {}\n", name, width, text));
+  }
+}
+
+Json build_facts() {
+  Json targets = Json::array();
+  for (int64_t left = hwy::SupportedTargets(); left != 0; left &= left - 1) {
+    targets.push_back(hwy::TargetName(left & -left));
+  }
+  return {{"efla", EFLA_VERSION},
+          {"torch", TORCH_VERSION},
+          {"compiler", "g++ " __VERSION__},
+          {"cpu targets", targets},
+          {"threads", at::get_num_threads()},
+          {"processors", static_cast<int64_t>(std::thread::hardware_concurrency())},
+#ifdef EFLA_WITH_CUDA
+          {"cuda", "compiled in"}
+#else
+          {"cuda", "not compiled in"}
+#endif
+  };
+}
+
+// Keys of the file that the configuration does not know (and that are therefore not used).
+Json unknown_keys(const nlohmann::json& file, const ModelConfig& config) {
+  const nlohmann::json known = config.to_json();
+  Json unknown = Json::array();
+  for (const auto& [key, value] : file.items()) {
+    if (!known.contains(key)) unknown.push_back(key);
+  }
+  return unknown;
+}
+
+// "float32", or every dtype with its number of tensors when there are several.
+std::string dtypes(const SafetensorsModel& weights) {
+  std::map<std::string, int64_t> counts;
+  for (const std::string& name : weights.names()) {
+    ++counts[c10::toString(weights.tensor(name).scalar_type())];
+  }
+  std::string text;
+  for (const auto& [dtype, count] : counts) {
+    text += (text.empty() ? "" : ", ") + dtype;
+    if (counts.size() > 1) text += fmt::format(" ({} tensors)", count);
+  }
+  return text;
+}
+
+Json model_facts(const std::string& folder) {
+  const fs::path path = folder;
+  const ModelConfig config = ModelConfig::from_json_file(path / "config.json");
+  const auto file = nlohmann::json::parse(read_file(path / "config.json"));
+  const SafetensorsModel weights = SafetensorsModel::open(path);
+  const ParameterCount count = config.parameter_count();
+  Json facts = {{"model", folder},
+                {"family", config.model_type},
+                {"rule", to_string(config.rule)},
+                {"beta activation", to_string(config.beta_activation)},
+                {"qk norm", to_string(config.qk_norm)},
+                {"layers", config.num_hidden_layers},
+                {"hidden size", config.hidden_size},
+                {"heads", config.num_heads},
+                {"key size per head", config.head_key_size()},
+                {"value size per head", config.head_value_size()},
+                {"mlp size", config.mlp_size()},
+                {"vocabulary", config.vocab_size},
+                {"parameters", count.total()},
+                {"parameters, embedding", count.embedding},
+                {"parameters, output head", count.output_head},
+                {"parameters, other", count.other},
+                {"dtype", dtypes(weights)},
+                // States and convolution tails are kept in float32.
+                {"state bytes per sequence", config.state_elements() * 4},
+                {"tokenizer", fs::exists(path / "tokenizer.model") ? "tokenizer.model" : "none"},
+                {"unknown config keys", unknown_keys(file, config)}};
+  return facts;
+}
+
+Json shard_facts(const fs::path& path) {
+  const TokenShard shard = TokenShard::open(path, /*verify_payload=*/true);
+  return {{"shard", path.string()},
+          {"documents", shard.document_count()},
+          {"tokens", shard.token_count()},
+          {"token bytes", shard.token_width()},
+          {"source bytes", shard.source_bytes()},
+          {"source words", shard.source_words()},
+          {"bytes per token",
+           static_cast<double>(shard.source_bytes()) / static_cast<double>(shard.token_count())},
+          {"vocabulary", shard.vocab_size()},
+          {"tokenizer", shard.tokenizer_fingerprint()}};
+}
+
+Json tokenizer_facts(const std::string& path) {
+  const auto tokenizer = Tokenizer::load(path);
+  return {{"tokenizer", path},
+          {"vocabulary", tokenizer->vocab_size()},
+          {"bos id", tokenizer->bos_id()},
+          {"eos id", tokenizer->eos_id()},
+          {"fingerprint", tokenizer->fingerprint()}};
+}
+
+Json safetensors_facts(const fs::path& path) {
+  const SafetensorsFile file = SafetensorsFile::open(path);
+  Json facts = {{"file", path.string()}, {"tensors", file.names().size()}};
+  for (const std::string& name : file.names()) {
+    const at::Tensor tensor = file.tensor(name);
+    facts[name] = fmt::format("{} {}", c10::toString(tensor.scalar_type()),
+                              Json(tensor.sizes().vec()).dump());
+  }
+  return facts;
+}
+
+std::vector<fs::path> shards_in(const fs::path& folder) {
+  std::set<fs::path> shards;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+    if (entry.path().extension() == ".tok") shards.insert(entry.path());
+  }
+  return {shards.begin(), shards.end()};
+}
+
+void run(const std::string& path, bool json) {
+  if (path.empty()) return show(build_facts(), json);
+  if (path == "byte" && !fs::exists(path)) return show(tokenizer_facts(path), json);
+  if (!fs::exists(path)) {
+    throw UsageError(fmt::format("{} does not exist; give a model, shards or a tokenizer", path));
+  }
+  const std::string extension = fs::path(path).extension().string();
+  if (fs::is_directory(path)) {
+    const std::vector<fs::path> shards = shards_in(path);
+    if (shards.empty()) return show(model_facts(resolve_model_folder(path)), json);
+    for (size_t i = 0; i < shards.size(); ++i) {
+      if (i > 0 && !json) print_text("\n");
+      show(shard_facts(shards[i]), json);
+    }
+  } else if (extension == ".tok") {
+    show(shard_facts(path), json);
+  } else if (extension == ".safetensors") {
+    show(safetensors_facts(path), json);
+  } else if (extension == ".model") {
+    show(tokenizer_facts(path), json);
+  } else {
+    throw UsageError(fmt::format(
+        "{} is none of what can be described: a model or run folder, shards (.tok), tensors "
+        "(.safetensors) or a tokenizer (.model)",
+        path));
+  }
+}
+
+}  // namespace
+
+void add_info(CLI::App& app) {
+  struct Arguments {
+    std::string path;
+    bool json = false;
+  };
+  const auto arguments = std::make_shared<Arguments>();
+  CLI::App* command =
+      app.add_subcommand("info", "Describe a model, shards, a tokenizer, or this program");
+  command->add_option("PATH", arguments->path,
+                      "Model, run or shard folder, .tok, .safetensors or .model file, or: byte "
+                      "(default: this build and machine)");
+  command->add_flag("--json", arguments->json, "Print JSON lines");
+  command->footer("Example:\n  efla info runs/austen");
+  command->callback([arguments] { run(arguments->path, arguments->json); });
+}
+
+}  // namespace efla::cli
