@@ -43,7 +43,7 @@ void check(const Tensor& x, const OptionalTensor& weight, double eps, const Opti
 }
 
 struct Prepared {
-  RmsNormParams params;
+  cpu::RmsNormParams params;
   Tensor x, weight, gate;
 };
 
@@ -52,7 +52,7 @@ Prepared prepare(const Tensor& x, const OptionalTensor& weight, double eps,
   const at::ScalarType storage = storage_type(x.scalar_type());
   Prepared out;
   out.x = contiguous(x, storage);
-  RmsNormParams& p = out.params;
+  cpu::RmsNormParams& p = out.params;
   p.dim = x.size(-1);
   p.rows = p.dim == 0 ? 0 : x.numel() / p.dim;
   p.dtype = kernel_dtype(storage);
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tens
     grad_weight.zero_();
   } else {
     const Tensor grad = contiguous(grad_y, prepared.x.scalar_type());
-    RmsNormBackwardParams params;
+    cpu::RmsNormBackwardParams params;
     params.forward = prepared.params;
     params.grad_y = grad.const_data_ptr();
     params.grad_x = grad_x.mutable_data_ptr();

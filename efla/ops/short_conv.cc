@@ -60,7 +60,7 @@ MutableView mutable_view_of_rows(const Tensor& t) {
 }
 
 struct Prepared {
-  ShortConvParams params;
+  cpu::ShortConvParams params;
   Tensor x, weight, initial_state;
   std::vector<int64_t> offsets;
   bool empty() const { return params.tokens == 0 || params.sequences == 0 || params.channels == 0; }
@@ -71,7 +71,7 @@ void prepare(const Tensor& x, const Tensor& weight, bool silu, const OptionalTen
   const at::ScalarType storage = storage_type(x.scalar_type());
   out.x = with_contiguous_rows(as_dtype(x, storage));
   out.weight = contiguous(weight, storage);
-  ShortConvParams& p = out.params;
+  cpu::ShortConvParams& p = out.params;
   p.batch = x.size(0);
   p.tokens = x.size(1);
   p.channels = x.size(2);
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, const Tensor& weight, bo
   check(x, weight, initial_state, cu_seqlens);
   Prepared prepared;
   prepare(x, weight, silu, initial_state, cu_seqlens, prepared);
-  ShortConvParams& p = prepared.params;
+  cpu::ShortConvParams& p = prepared.params;
   const auto options = prepared.x.options();
   Tensor y = at::empty(x.sizes(), options);
   Tensor final_state = output_final_state ? at::empty({p.sequences, p.channels, p.width}, options)
@@ -141,9 +141,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y,
   check_backward(grad_y, grad_final_state, x, weight, n);
   Prepared prepared;
   prepare(x, weight, silu, initial_state, cu_seqlens, prepared);
-  ShortConvBackwardParams params;
+  cpu::ShortConvBackwardParams params;
   params.forward = prepared.params;
-  const ShortConvParams& p = params.forward;
+  const cpu::ShortConvParams& p = params.forward;
   const auto options = prepared.x.options();
   const bool has_state = given(initial_state) != nullptr;
   Tensor grad_x = at::empty(x.sizes(), options);

@@ -32,8 +32,8 @@ void check(const Tensor& gate, const Tensor& up) {
   check_like_gate(gate, "up", up);
 }
 
-SwigluParams params_of(const Tensor& gate, const Tensor& up) {
-  SwigluParams p;
+cpu::SwigluParams params_of(const Tensor& gate, const Tensor& up) {
+  cpu::SwigluParams p;
   p.count = gate.numel();
   p.dtype = kernel_dtype(gate.scalar_type());
   p.gate = gate.const_data_ptr();
@@ -48,7 +48,7 @@ Tensor forward_cpu(const Tensor& gate, const Tensor& up) {
   const Tensor u = contiguous(up, storage);
   Tensor y = at::empty(gate.sizes(), g.options());
   if (y.numel() != 0) {
-    SwigluParams p = params_of(g, u);
+    cpu::SwigluParams p = params_of(g, u);
     p.y = y.mutable_data_ptr();
     cpu::swiglu_forward(p, torch_executor());
   }
@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tensor& gate
   Tensor grad_gate = at::empty(gate.sizes(), g.options());
   Tensor grad_up = at::empty(gate.sizes(), g.options());
   if (gate.numel() != 0) {
-    SwigluBackwardParams p;
+    cpu::SwigluBackwardParams p;
     p.forward = params_of(g, u);
     p.grad_y = grad.const_data_ptr();
     p.grad_gate = grad_gate.mutable_data_ptr();
