@@ -236,7 +236,8 @@ void load_checkpoint(const std::string& folder, LanguageModel& model, AdamW& opt
   if (random == tensors.end()) {
     throw Error(fmt::format("{}: lacks '{}'; {}", file.path().string(), kRandomState, advice()));
   }
-  at::detail::getDefaultCPUGenerator().set_state(random->second.clone());
+  at::Generator generator = at::detail::getDefaultCPUGenerator();  // a handle on the global one
+  generator.set_state(random->second.clone());
   tensors.erase(random);
   try {
     optimizer.load_state(tensors);

@@ -1,6 +1,7 @@
 #include "efla/train/recipe.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <toml++/toml.h>
 
@@ -160,6 +161,8 @@ json model_fields() {
   return fields;
 }
 
+bool names_token(const std::string& key) { return key.ends_with("_token_id"); }
+
 void assign_model(json& model, const std::string& key, const Setting& setting,
                   const json& standard) {
   const std::string dotted = "model." + key;
@@ -174,15 +177,13 @@ void assign_model(json& model, const std::string& key, const Setting& setting,
     refuse(dotted, setting, standard.is_null() ? "an integer" : type_name(standard));
   }
   if (value.is_number()) {
-    // -1 is how configs say "no such token".
-    const bool token = key.size() > 9 && key.compare(key.size() - 9, 9, "_token_id") == 0;
-    const double low = token ? -1 : 0;
+    const double low = names_token(key) ? -1 : 0;  // -1: no such token
     const double number = value.get<double>();
     if (!(number >= low && number <= 1e9)) {
       refuse(dotted, setting, fmt::format("a number from {} to 1e9", low));
     }
   }
-  model[key] = value;
+  model[key] = value == -1 ? json() : value;
 }
 
 [[noreturn]] void refuse_unknown(const std::string& key, const Setting& setting,
@@ -289,10 +290,14 @@ std::map<std::string, std::string> Recipe::settings() const {
   for (const RecipeField& field : recipe_fields(copy)) {
     all[field.key] = std::visit([](auto* value) { return toml_text(json(*value)); }, field.value);
   }
-  const json model_json = model.to_json();
-  for (const auto& item : model_fields().items()) {
+  const json model_json = model.to_json(), fields = model_fields();
+  for (const auto& item : fields.items()) {
     const json value = model_json.value(item.key(), json());
-    if (!value.is_null()) all["model." + item.key()] = toml_text(value);  // TOML has no null
+    if (!value.is_null()) {
+      all["model." + item.key()] = toml_text(value);
+    } else if (names_token(item.key())) {
+      all["model." + item.key()] = "-1";  // TOML has no null
+    }
   }
   return all;
 }

@@ -14,9 +14,9 @@ namespace efla {
 struct RecipeField {
   std::string key;  // "train.steps"
   std::variant<int64_t*, double*, std::string*> value;
-  double low = 0, high = 0;           // numbers: smallest and largest allowed, inclusive
-  std::vector<std::string> choices;   // strings: empty means any
-  bool may_change_on_resume = false;  // does not alter the losses
+  double low = 0, high = 0;               // numbers: smallest and largest allowed, inclusive
+  std::vector<std::string> choices = {};  // strings: empty means any
+  bool may_change_on_resume = false;      // does not alter the losses
 };
 
 /// The fields of all sections but [model], pointing into `recipe`.

@@ -72,7 +72,8 @@ class Trainer {
   std::unique_ptr<RunLog> log_;
   std::unique_ptr<Progress> progress_;
   std::string newest_checkpoint_, first_bad_tensor_;
-  double rate_ = 0;  // tokens per second, smoothed
+  int64_t saved_step_ = -1;  // of newest_checkpoint_
+  double rate_ = 0;          // tokens per second, smoothed
 };
 
 LanguageModel new_model(const Recipe& recipe) {
@@ -130,6 +131,7 @@ void Trainer::restore() {
     state_ = saved;
     setup_.train_data->seek(state_.position);
     newest_checkpoint_ = checkpoint->folder;
+    saved_step_ = state_.step;
   }
   state_.threads = at::get_num_threads();
   log_ = std::make_unique<RunLog>(folder_.metrics_path(),
@@ -289,11 +291,8 @@ TrainResult Trainer::run() {
 // Also runs when a finished run is started again: whatever is missing is made up.
 TrainResult Trainer::finish() {
   evaluate_if_due(/*last=*/true);
-  const std::vector<std::string> saved = store_.list();
-  if (saved.empty() || state_.step == 0 || newest_checkpoint_ != saved.front() ||
-      verify_checkpoint(newest_checkpoint_).step != state_.step) {
-    save();
-  }
+  stop_if_asked();  // it may have been cut short
+  if (saved_step_ != state_.step) save();
   publish_model(newest_checkpoint_, folder_.path() + "/final");
   progress_->finish();
   TrainResult result;
