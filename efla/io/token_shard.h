@@ -84,6 +84,7 @@ class ShardView {
   int64_t vocab_size() const { return static_cast<int64_t>(header_.vocab_size); }
   int64_t source_bytes() const { return static_cast<int64_t>(header_.source_bytes); }
   int64_t source_words() const { return static_cast<int64_t>(header_.source_words); }
+  uint32_t payload_crc32() const { return header_.payload_crc32; }
   int token_width() const { return static_cast<int>(header_.token_width); }
   std::string tokenizer_fingerprint() const;
   std::span<const ShardDocument> documents() const { return documents_; }

@@ -1,0 +1,102 @@
+#include "efla/io/tokenizer.h"
+
+#include <cinttypes>
+#include <cstdio>
+
+#include "efla/io/atomic_file.h"
+#include "efla/io/error.h"
+#include "efla/io/sentencepiece_tokenizer.h"
+#include "efla/io/utf8.h"
+
+namespace efla {
+namespace {
+
+constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD
+
+class ByteTokenizer : public Tokenizer {
+ public:
+  ByteTokenizer() {
+    path_ = "byte";
+    fingerprint_ = model_fingerprint("byte tokenizer, version 1");
+  }
+  std::vector<int32_t> encode(std::string_view text) const override {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(text.data());
+    return {bytes, bytes + text.size()};
+  }
+  std::string decode(std::span<const int32_t> ids) const override {
+    std::string text;
+    for (const int32_t id : ids) text += token_bytes(id);
+    return text;
+  }
+  std::string token_bytes(int32_t id) const override {
+    if (id < 0 || id >= vocab_size()) {
+      throw Error("token id " + std::to_string(id) +
+                  " is outside the byte tokenizer's vocabulary (258 tokens)");
+    }
+    return id < 256 ? std::string(1, static_cast<char>(id)) : std::string();
+  }
+  int64_t vocab_size() const override { return 258; }
+  int32_t bos_id() const override { return 256; }
+  int32_t eos_id() const override { return 257; }
+};
+
+// Moves the complete characters at the front of `pending` to the result; invalid bytes become
+// U+FFFD, an incomplete character stays.
+std::string take_complete(std::string& pending) {
+  std::string ready;
+  size_t i = 0;
+  while (i < pending.size()) {
+    const Utf8Char decoded = decode_utf8(std::string_view(pending).substr(i));
+    if (decoded.incomplete) break;
+    if (decoded.length == 0) {
+      ready += kReplacement;
+      ++i;
+    } else {
+      ready.append(pending, i, static_cast<size_t>(decoded.length));
+      i += static_cast<size_t>(decoded.length);
+    }
+  }
+  pending.erase(0, i);
+  return ready;
+}
+
+}  // namespace
+
+std::string model_fingerprint(std::string_view bytes) {
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (const char byte : bytes) {
+    hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001B3u;
+  }
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016" PRIx64, hash);
+  return text;
+}
+
+std::unique_ptr<Tokenizer> Tokenizer::load(const std::string& path) {
+  if (path == "byte") return std::make_unique<ByteTokenizer>();
+  return std::make_unique<SentencePieceTokenizer>(read_file(path), path);
+}
+
+StreamDecoder::StreamDecoder(const Tokenizer& tokenizer, std::span<const int32_t> prompt)
+    : tokenizer_(tokenizer) {
+  for (const int32_t id : prompt) push(id);
+}
+
+std::string StreamDecoder::push(int32_t id) {
+  std::string bytes = tokenizer_.token_bytes(id);
+  if (at_start_ && !bytes.empty()) {
+    if (tokenizer_.adds_leading_space() && bytes.front() == ' ') bytes.erase(0, 1);
+    at_start_ = false;
+  }
+  pending_ += bytes;
+  return take_complete(pending_);
+}
+
+std::string StreamDecoder::finish() {
+  std::string ready = take_complete(pending_);
+  for (size_t i = 0; i < pending_.size(); ++i) ready += kReplacement;
+  pending_.clear();
+  return ready;
+}
+
+}  // namespace efla
