@@ -21,27 +21,24 @@ namespace {
 template <class D, typename S>
 HWY_INLINE hn::TFromD<D> inverse_rms(D d, const S* x, int64_t dim, double eps) {
   using A = hn::TFromD<D>;
-  const int64_t lanes = hn::Lanes(d);
   auto sum = hn::Zero(d);
-  for (int64_t i = 0; i < dim; i += lanes) {
-    const auto v = load_some(d, x + i, HWY_MIN(lanes, dim - i));
+  for_vectors(d, dim, [&](int64_t i, auto n) HWY_ATTR {
+    const auto v = load_some(d, x + i, n);
     sum = hn::MulAdd(v, v, sum);
-  }
+  });
   return A(1) / std::sqrt(hn::GetLane(hn::SumOfLanes(d, sum)) / A(dim) + A(eps));
 }
 
 template <typename S>
 void forward_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
   const hn::ScalableTag<Arithmetic<S>> d;
-  const int64_t lanes = hn::Lanes(d);
   const S* weight = static_cast<const S*>(p.weight);
   for (int64_t r = begin; r < end; ++r) {
     const S* x = static_cast<const S*>(p.x) + r * p.dim;
     const S* gate = p.gate ? static_cast<const S*>(p.gate) + r * p.dim : nullptr;
     S* y = static_cast<S*>(p.y) + r * p.dim;
     const auto scale = hn::Set(d, inverse_rms(d, x, p.dim, p.eps));
-    for (int64_t i = 0; i < p.dim; i += lanes) {
-      const size_t n = HWY_MIN(lanes, p.dim - i);
+    for_vectors(d, p.dim, [&](int64_t i, auto n) HWY_ATTR {
       auto out = hn::Mul(load_some(d, x + i, n), scale);
       if (weight) out = hn::Mul(out, load_some(d, weight + i, n));
       if (gate) {
@@ -49,7 +46,7 @@ void forward_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
         out = hn::Mul(out, hn::Mul(g, sigmoid(d, g)));
       }
       store_some(d, out, y + i, n);
-    }
+    });
   }
 }
 
@@ -58,15 +55,14 @@ void forward_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
 template <class D, typename S, typename A>
 HWY_INLINE void backward_row(D d, const RmsNormBackwardParams& p, int64_t r, A* scratch,
                              A* grad_weight) {
-  const int64_t dim = p.forward.dim, lanes = hn::Lanes(d), offset = r * dim;
+  const int64_t dim = p.forward.dim, offset = r * dim;
   const S* x = static_cast<const S*>(p.forward.x) + offset;
   const S* weight = static_cast<const S*>(p.forward.weight);
   const S* gate = p.forward.gate ? static_cast<const S*>(p.forward.gate) + offset : nullptr;
   const S* grad_y = static_cast<const S*>(p.grad_y) + offset;
   const auto scale = hn::Set(d, inverse_rms(d, x, dim, p.forward.eps));
   auto sum = hn::Zero(d);  // <normed, its gradient>
-  for (int64_t i = 0; i < dim; i += lanes) {
-    const size_t n = HWY_MIN(lanes, dim - i);
+  for_vectors(d, dim, [&](int64_t i, auto n) HWY_ATTR {
     const auto normed = hn::Mul(load_some(d, x + i, n), scale);
     const auto w = weight ? load_some(d, weight + i, n) : hn::Set(d, A(1));
     auto dy = load_some(d, grad_y + i, n);
@@ -84,17 +80,16 @@ HWY_INLINE void backward_row(D d, const RmsNormBackwardParams& p, int64_t r, A* 
     const auto grad_normed = hn::Mul(dy, w);
     store_some(d, grad_normed, scratch + i, n);
     sum = hn::MulAdd(grad_normed, normed, sum);
-  }
+  });
   if (p.grad_x == nullptr) return;
   // dx = scale (dn - n <n, dn> / dim), n = normed.
   const A mean = hn::GetLane(hn::SumOfLanes(d, sum)) / A(dim);
   const auto factor = hn::Mul(scale, hn::Set(d, mean));
-  for (int64_t i = 0; i < dim; i += lanes) {
-    const size_t n = HWY_MIN(lanes, dim - i);
+  for_vectors(d, dim, [&](int64_t i, auto n) HWY_ATTR {
     const auto dn = load_some(d, scratch + i, n);
     const auto dx = hn::Mul(scale, hn::NegMulAdd(load_some(d, x + i, n), factor, dn));
     store_some(d, dx, static_cast<S*>(p.grad_x) + offset + i, n);
-  }
+  });
 }
 
 template <typename S>

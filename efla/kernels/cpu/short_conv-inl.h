@@ -96,21 +96,62 @@ class ConvInput {
   std::vector<S> before_;  // [width, channels]
 };
 
-/// z[j] = sum_w filter[w][c] rows[j + w][c] for N tokens at channels c, c + 1, ... `rows` has
-/// width + N - 1 entries; filter is [width, stride].
-template <int N, class D, typename S>
-HWY_INLINE void filter_sums(D d, const S* const* rows, const S* filter, int64_t stride,
-                            int64_t width, int64_t c, size_t n, Vector<D>* z) {
-  Vector<D> sum[N];
-#pragma GCC unroll 4
-  for (int j = 0; j < N; ++j) sum[j] = hn::Zero(d);
-  for (int64_t w = 0; w < width; ++w) {
-    const auto f = load_some(d, filter + w * stride + c, n);
-#pragma GCC unroll 4
-    for (int j = 0; j < N; ++j) sum[j] = hn::MulAdd(f, load_some(d, rows[j + w] + c, n), sum[j]);
+/// The inputs that N tokens' filters of width W reach, at one vector of channels. W = 0: the width
+/// is known at run time only, and inputs are loaded again each time.
+template <int N, int W, class D, typename R>
+class ConvWindow {
+ public:
+  template <typename Count>
+  HWY_INLINE ConvWindow(D d, const R* const* rows, int64_t c, Count n) : rows_(rows), c_(c) {
+    if constexpr (W > 0) {
+#pragma GCC unroll 8
+      for (int i = 0; i < N + W - 1; ++i) in_[i] = load_some(d, rows[i] + c, n);
+    }
   }
-#pragma GCC unroll 4
-  for (int j = 0; j < N; ++j) z[j] = sum[j];
+  template <typename Count>
+  HWY_INLINE Vector<D> get(D d, int64_t i, Count n) const {
+    if constexpr (W > 0) {
+      return in_[i];
+    } else {
+      return load_some(d, rows_[i] + c_, n);
+    }
+  }
+  /// z[j] = sum_w filter[w][c] in[j + w]; filter is [width, stride].
+  template <typename S, typename Count>
+  HWY_INLINE void filter_sums(D d, const S* filter, int64_t stride, int64_t width, Count n,
+                              Vector<D>* z) const {
+    const int64_t taps = W > 0 ? W : width;
+    Vector<D> sum[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) sum[j] = hn::Zero(d);
+#pragma GCC unroll 8
+    for (int64_t w = 0; w < taps; ++w) {
+      const auto f = load_some(d, filter + w * stride + c_, n);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) sum[j] = hn::MulAdd(f, get(d, j + w, n), sum[j]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) z[j] = sum[j];
+  }
+
+ private:
+  Vector<D> in_[W > 0 ? N + W - 1 : 1];
+  const R* const* rows_;
+  const int64_t c_;
+};
+
+/// Calls f<N, W>(t) for tokens [begin, end): N tokens at a time, one by one at the end, with the
+/// width that models use known at compile time.
+template <typename F>
+HWY_INLINE void for_tokens(int64_t begin, int64_t end, int64_t width, const F& f) {
+  int64_t t = begin;
+  if (width == 4) {
+    for (; t + kConvTokens <= end; t += kConvTokens) f.template operator()<kConvTokens, 4>(t);
+    for (; t < end; ++t) f.template operator()<1, 4>(t);
+  } else {
+    for (; t + kConvTokens <= end; t += kConvTokens) f.template operator()<kConvTokens, 0>(t);
+    for (; t < end; ++t) f.template operator()<1, 0>(t);
+  }
 }
 
 }  // namespace efla::cpu::HWY_NAMESPACE

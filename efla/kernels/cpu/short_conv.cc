@@ -17,22 +17,22 @@ HWY_BEFORE_NAMESPACE();
 namespace efla::cpu::HWY_NAMESPACE {
 namespace {
 
-// Outputs of N consecutive tokens; rows as in filter_sums.
-template <int N, typename S>
+// Outputs of N consecutive tokens; `rows` are their inputs, width + N - 1 of them.
+template <int N, int W, typename S>
 void convolve_tokens(const S* const* rows, const S* filter, int64_t width, int64_t channels,
                      bool silu, S* const* y) {
-  const hn::ScalableTag<Arithmetic<S>> d;
-  const int64_t lanes = hn::Lanes(d);
-  for (int64_t c = 0; c < channels; c += lanes) {
-    const size_t n = HWY_MIN(lanes, channels - c);
-    hn::Vec<decltype(d)> z[N];
-    filter_sums<N>(d, rows, filter, channels, width, c, n, z);
-#pragma GCC unroll 4
+  using D = hn::ScalableTag<Arithmetic<S>>;
+  const D d;
+  for_vectors(d, channels, [&](int64_t c, auto n) HWY_ATTR {
+    const ConvWindow<N, W, D, S> window(d, rows, c, n);
+    Vector<D> z[N];
+    window.filter_sums(d, filter, channels, width, n, z);
+#pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
       if (silu) z[j] = hn::Mul(z[j], sigmoid(d, z[j]));
       store_some(d, z[j], y[j] + c, n);
     }
-  }
+  });
 }
 
 template <typename S>
@@ -44,18 +44,12 @@ void forward_blocks(const ShortConvParams& p, const ConvBlock* begin, const Conv
   std::vector<const S*> rows(width + kConvTokens);
   for (const ConvBlock* b = begin; b != end; ++b) {
     input.enter(*b);
-    S* y[kConvTokens];
-    for (int64_t t = b->begin; t < b->end;) {
-      const int64_t count = b->end - t >= kConvTokens ? kConvTokens : 1;
-      for (int64_t i = 0; i < width + count - 1; ++i) rows[i] = input.row(t - width + 1 + i);
-      for (int64_t j = 0; j < count; ++j) y[j] = conv_row<S>(p.y, *b, t + j);
-      if (count == kConvTokens) {
-        convolve_tokens<kConvTokens, S>(rows.data(), filter.data(), width, channels, p.silu, y);
-      } else {
-        convolve_tokens<1, S>(rows.data(), filter.data(), width, channels, p.silu, y);
-      }
-      t += count;
-    }
+    for_tokens(b->begin, b->end, width, [&]<int N, int W>(int64_t t) {
+      S* y[N];
+      for (int64_t i = 0; i < width + N - 1; ++i) rows[i] = input.row(t - width + 1 + i);
+      for (int64_t j = 0; j < N; ++j) y[j] = conv_row<S>(p.y, *b, t + j);
+      convolve_tokens<N, W, S>(rows.data(), filter.data(), width, channels, p.silu, y);
+    });
     if (p.final_state == nullptr || b->end != b->length) continue;
     for (int64_t w = 0; w < width; ++w) rows[w] = input.row(b->length - width + w);
     from_rows(rows.data(), channels, width,

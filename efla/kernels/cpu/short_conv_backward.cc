@@ -36,30 +36,29 @@ class BackwardRun {
         channels_(channels),
         input_(bp.forward, c0, channels),
         filter_(width_ * channels),
+        reversed_(width_ * channels),
         dz_((block_tokens + width_) * channels),
-        tail_(width_ * channels),
+        tail_(kConvTokens * channels),
         grad_filter_(width_ * channels),
-        rows_(width_ + kConvTokens) {
+        rows_(width_ + kConvTokens),
+        dz_rows_(width_ + kConvTokens) {
     to_rows(static_cast<const S*>(p_.weight) + c0 * width_, channels, width_, filter_.data(),
             channels);
+    for (int64_t w = 0; w < width_; ++w)
+      std::copy_n(filter_.data() + (width_ - 1 - w) * channels, channels,
+                  reversed_.data() + w * channels);
   }
 
   void run(const ConvBlock& b) {
     input_.enter(b);
     const int64_t known = std::min(b.end + width_ - 1, b.length);  // dz beyond is zero
-    for (int64_t t = b.begin; t < known;) {
-      const bool many = known - t >= kConvTokens && (t + kConvTokens <= b.end || t >= b.end);
-      if (many) {
-        fill_dz<kConvTokens>(b, t);
-      } else {
-        fill_dz<1>(b, t);
-      }
-      t += many ? kConvTokens : 1;
-    }
+    for_tokens(b.begin, b.end, width_, [&]<int N, int W>(int64_t t) { fill_dz<N, W>(b, t); });
+    for_tokens(b.end, known, width_, [&]<int N, int W>(int64_t t) { fill_dz<N, W>(b, t); });
     std::fill(dz_.begin() + (known - b.begin) * channels_,
               dz_.begin() + (b.end + width_ - 1 - b.begin) * channels_, A(0));
     if (bp_.grad_x.data != nullptr)
-      for (int64_t t = b.begin; t < b.end; ++t) write_grad_x(b, t);
+      for_tokens(b.begin, b.end, width_,
+                 [&]<int N, int W>(int64_t t) { write_grad_x<N, W>(b, t); });
     if (bp_.grad_initial_state != nullptr && b.begin == 0) write_grad_initial_state(b);
   }
 
@@ -71,87 +70,88 @@ class BackwardRun {
 
  private:
   // dz of N tokens from t on, and their share of grad_filter if they belong to the block.
-  template <int N>
+  template <int N, int W>
   void fill_dz(const ConvBlock& b, int64_t t) {
     const D d;
-    const int64_t lanes = hn::Lanes(d);
-    for (int64_t i = 0; i < width_ + N - 1; ++i) rows_[i] = input_.row(t - width_ + 1 + i);
+    const int64_t width = W > 0 ? W : width_;
+    for (int64_t i = 0; i < width + N - 1; ++i) rows_[i] = input_.row(t - width + 1 + i);
     const S* dy[N];
     for (int j = 0; j < N; ++j) dy[j] = conv_row<S>(bp_.grad_y, b, t + j) + c0_;
     A* dz = dz_.data() + (t - b.begin) * channels_;
     const bool counted = t < b.end;
-    for (int64_t c = 0; c < channels_; c += lanes) {
-      const size_t n = HWY_MIN(lanes, channels_ - c);
-      hn::Vec<D> z[N];
-#pragma GCC unroll 4
-      for (int j = 0; j < N; ++j) z[j] = hn::Zero(d);
-      if (p_.silu) filter_sums<N>(d, rows_.data(), filter_.data(), channels_, width_, c, n, z);
-#pragma GCC unroll 4
+    for_vectors(d, channels_, [&](int64_t c, auto n) HWY_ATTR {
+      const ConvWindow<N, W, D, S> window(d, rows_.data(), c, n);
+      Vector<D> g[N];
+      for (int j = 0; j < N; ++j) g[j] = hn::Zero(d);
+      if (p_.silu) window.filter_sums(d, filter_.data(), channels_, width, n, g);
+#pragma GCC unroll 8
       for (int j = 0; j < N; ++j) {
-        auto g = load_some(d, dy[j] + c, n);
-        if (p_.silu) g = hn::Mul(g, silu_derivative(d, z[j], sigmoid(d, z[j])));
-        store_some(d, g, dz + j * channels_ + c, n);
-        z[j] = g;
+        const auto out = load_some(d, dy[j] + c, n);
+        g[j] = p_.silu ? hn::Mul(out, silu_derivative(d, g[j], sigmoid(d, g[j]))) : out;
+        store_some(d, g[j], dz + j * channels_ + c, n);
       }
-      if (!counted) continue;
-      for (int64_t w = 0; w < width_; ++w) {
+      if (!counted) return;
+#pragma GCC unroll 8
+      for (int64_t w = 0; w < width; ++w) {
         A* total = grad_filter_.data() + w * channels_ + c;
         auto sum = load_some(d, total, n);
-#pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) sum = hn::MulAdd(z[j], load_some(d, rows_[j + w] + c, n), sum);
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) sum = hn::MulAdd(g[j], window.get(d, j + w, n), sum);
         store_some(d, sum, total, n);
       }
-    }
+    });
   }
 
-  // Gradient of input t of the sequence, t >= -W, apart from grad_final_state.
-  HWY_INLINE hn::Vec<D> grad_input(const ConvBlock& b, int64_t t, int64_t c, size_t n) const {
-    const D d;
-    auto sum = hn::Zero(d);
-    for (int64_t w = 0; w < width_; ++w) {
-      const int64_t row = t + width_ - 1 - w - b.begin;
-      if (row < 0) continue;
-      sum = hn::MulAdd(load_some(d, filter_.data() + w * channels_ + c, n),
-                       load_some(d, dz_.data() + row * channels_ + c, n), sum);
-    }
-    return sum;
-  }
-
-  // grad_final_state is the gradient of the last W inputs: input t is its column t - L + W.
-  A final_grad(const ConvBlock& b, int64_t t, int64_t c) const {
-    const int64_t w = t - b.length + width_;
-    if (bp_.grad_final_state == nullptr || w < 0) return A(0);
-    return to_arithmetic(static_cast<const S*>(
-        bp_.grad_final_state)[(b.sequence * p_.channels + c0_ + c) * width_ + w]);
-  }
-
+  // The gradient of the inputs t .. t + N - 1 is a convolution as well: of dz with the reversed
+  // filter.
+  template <int N, int W>
   void write_grad_x(const ConvBlock& b, int64_t t) {
     const D d;
-    const int64_t lanes = hn::Lanes(d);
-    const bool in_final = bp_.grad_final_state != nullptr && t >= b.length - width_;
-    if (in_final)
-      for (int64_t c = 0; c < channels_; ++c) tail_[c] = final_grad(b, t, c);
-    S* out = conv_row<S>(bp_.grad_x, b, t) + c0_;
-    for (int64_t c = 0; c < channels_; c += lanes) {
-      const size_t n = HWY_MIN(lanes, channels_ - c);
-      auto g = grad_input(b, t, c, n);
-      if (in_final) g = hn::Add(g, load_some(d, tail_.data() + c, n));
-      store_some(d, g, out + c, n);
+    const int64_t width = W > 0 ? W : width_;
+    for (int64_t i = 0; i < width + N - 1; ++i)
+      dz_rows_[i] = dz_.data() + (t - b.begin + i) * channels_;
+    S* out[N];
+    const A* tail[N];
+    for (int j = 0; j < N; ++j) {
+      out[j] = conv_row<S>(bp_.grad_x, b, t + j) + c0_;
+      tail[j] = final_grads(b, t + j, j);
     }
+    for_vectors(d, channels_, [&](int64_t c, auto n) HWY_ATTR {
+      const ConvWindow<N, W, D, A> window(d, dz_rows_.data(), c, n);
+      Vector<D> g[N];
+      window.filter_sums(d, reversed_.data(), channels_, width, n, g);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) {
+        if (tail[j] != nullptr) g[j] = hn::Add(g[j], load_some(d, tail[j] + c, n));
+        store_some(d, g[j], out[j] + c, n);
+      }
+    });
   }
 
+  // grad_final_state is the gradient of the last W inputs: input t is its column t - L + W. Returns
+  // that column's channels (in row `slot` of tail_), or null if t is not among them.
+  const A* final_grads(const ConvBlock& b, int64_t t, int64_t slot) {
+    const int64_t w = t - b.length + width_;
+    if (bp_.grad_final_state == nullptr || w < 0) return nullptr;
+    const S* in =
+        static_cast<const S*>(bp_.grad_final_state) + (b.sequence * p_.channels + c0_) * width_ + w;
+    A* out = tail_.data() + slot * channels_;
+    for (int64_t c = 0; c < channels_; ++c) out[c] = to_arithmetic(in[c * width_]);
+    return out;
+  }
+
+  // The same sums for the inputs before the sequence, t = -W .. -1.
   void write_grad_initial_state(const ConvBlock& b) {
-    const D d;
-    const int64_t lanes = hn::Lanes(d);
     S* out = static_cast<S*>(bp_.grad_initial_state) + (b.sequence * p_.channels + c0_) * width_;
     for (int64_t w = 0; w < width_; ++w) {
       const int64_t t = w - width_;
-      for (int64_t c = 0; c < channels_; c += lanes) {
-        const size_t n = HWY_MIN(lanes, channels_ - c);
-        store_some(d, grad_input(b, t, c, n), tail_.data() + c, n);
+      const A* tail = final_grads(b, t, 0);
+      for (int64_t c = 0; c < channels_; ++c) {
+        A sum = tail != nullptr ? tail[c] : A(0);
+        for (int64_t row = 0; row < w; ++row)  // dz[row] saw input t through tap t + W - 1 - row
+          sum += to_arithmetic(filter_[(w - 1 - row) * channels_ + c]) * dz_[row * channels_ + c];
+        out[c * width_ + w] = from_arithmetic<S>(sum);
       }
-      for (int64_t c = 0; c < channels_; ++c)
-        out[c * width_ + w] = from_arithmetic<S>(tail_[c] + final_grad(b, t, c));
     }
   }
 
@@ -160,10 +160,12 @@ class BackwardRun {
   const int64_t width_, c0_, channels_;
   ConvInput<S> input_;
   std::vector<S> filter_;       // [W, channels]
+  std::vector<S> reversed_;     // [W, channels], last tap first
   std::vector<A> dz_;           // [block tokens + W, channels]
-  std::vector<A> tail_;         // [channels]
+  std::vector<A> tail_;         // [kConvTokens, channels]
   std::vector<A> grad_filter_;  // [W, channels]
   std::vector<const S*> rows_;
+  std::vector<const A*> dz_rows_;
 };
 
 // partial: [W, all channels] in the arithmetic type, the blocks' share of grad_weight.

@@ -68,12 +68,22 @@ HWY_INLINE void store_n(D d, Vector<D> v, S* p, size_t n) {
   for (size_t i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
-// ---- n <= Lanes(d): a loop over any length is then one body
-// ---------------------------------------
+// ---- loops over any length ---------------------------------------------------------------------
 
+/// Stands for n == Lanes(d), known when compiling.
+struct Whole {};
+
+template <class D, typename S>
+HWY_INLINE Vector<D> load_some(D d, const S* p, Whole) {
+  return load(d, p);
+}
 template <class D, typename S>
 HWY_INLINE Vector<D> load_some(D d, const S* p, size_t n) {
   return HWY_LIKELY(n == hn::Lanes(d)) ? load(d, p) : load_n(d, p, n);
+}
+template <class D, typename S>
+HWY_INLINE void store_some(D d, Vector<D> v, S* p, Whole) {
+  store(d, v, p);
 }
 template <class D, typename S>
 HWY_INLINE void store_some(D d, Vector<D> v, S* p, size_t n) {
@@ -84,16 +94,52 @@ HWY_INLINE void store_some(D d, Vector<D> v, S* p, size_t n) {
   }
 }
 
+/// body(i, n) for every vector of [0, count): n is Whole{}, for the last few elements their number.
+template <class D, typename Body>
+HWY_INLINE void for_vectors(D d, int64_t count, const Body& body) {
+  const int64_t lanes = hn::Lanes(d);
+  int64_t i = 0;
+  for (; i + lanes <= count; i += lanes) body(i, Whole{});
+  if (i < count) body(i, static_cast<size_t>(count - i));
+}
+
 // ---- activations
 // ---------------------------------------------------------------------------------
 
-/// 1 / (1 + e^-x), relative error about 1e-7 (1e-15 in double) while the result is normal.
+/// e^x for |x| <= 86, relative error below 3e-7: a third of the work of Highway's general Exp.
+template <class D, hwy::EnableIf<sizeof(hn::TFromD<D>) == 4>* = nullptr>
+HWY_INLINE Vector<D> exp_bounded(D d, Vector<D> x) {
+  const hn::RebindToSigned<D> di;
+  // x = n ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer and leaves n in the low
+  // bits; n times the first part of ln 2 is exact, with or without fused multiply-add.
+  const auto magic = hn::Set(d, 12582912.0f);
+  const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504f), magic);
+  const auto n = hn::Sub(shifted, magic);
+  auto r = hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x);
+  r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
+  // e^r: minimax polynomial of degree 5, error 9.2e-8.
+  auto p = hn::MulAdd(r, hn::Set(d, 8.29027221e-3f), hn::Set(d, 4.18981612e-2f));
+  p = hn::MulAdd(p, r, hn::Set(d, 1.66676387e-1f));
+  p = hn::MulAdd(p, r, hn::Set(d, 4.99991477e-1f));
+  p = hn::MulAdd(p, r, hn::Set(d, 9.99999702e-1f));
+  p = hn::MulAdd(p, r, hn::Set(d, 1.0f));
+  const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
+  return hn::BitCast(d, hn::Add(hn::BitCast(di, p), exponent));
+}
+template <class D, hwy::EnableIf<sizeof(hn::TFromD<D>) == 8>* = nullptr>
+HWY_INLINE Vector<D> exp_bounded(D d, Vector<D> x) {
+  return hn::Exp(d, x);
+}
+
+/// 1 / (1 + e^-x), relative error below 1e-6 (1e-14 in double) for |x| <= 86 and the limits 0 and 1
+/// to that error beyond. NaN gives some number in [0, 1]: x * sigmoid(x) is NaN nevertheless.
 template <class D>
 HWY_INLINE Vector<D> sigmoid(D d, Vector<D> x) {
   using T = hn::TFromD<D>;
-  const T limit = sizeof(T) == 4 ? T(87) : T(700);  // e^limit is finite
+  const auto limit = hn::Set(d, sizeof(T) == 4 ? T(86) : T(700));
+  const auto bounded = hn::Max(hn::Min(hn::Neg(x), limit), hn::Neg(limit));
   const auto one = hn::Set(d, T(1));
-  return hn::Div(one, hn::Add(one, hn::Exp(d, hn::Min(hn::Neg(x), hn::Set(d, limit)))));
+  return hn::Div(one, hn::Add(one, exp_bounded(d, bounded)));
 }
 
 /// d/dx of x sigmoid(x), given s = sigmoid(x).

@@ -52,11 +52,10 @@ struct StepTokens {
 /// sum x_i y_i over n elements; the order of the sum depends on n only.
 template <class D, typename A = hn::TFromD<D>>
 HWY_INLINE A dot(D d, const A* HWY_RESTRICT x, const A* HWY_RESTRICT y, int64_t n) {
-  const int64_t lanes = hn::Lanes(d);
   auto sum = hn::Zero(d);
-  int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) sum = hn::MulAdd(load(d, x + i), load(d, y + i), sum);
-  if (i < n) sum = hn::MulAdd(load_n(d, x + i, n - i), load_n(d, y + i, n - i), sum);
+  for_vectors(d, n, [&](int64_t i, auto some) HWY_ATTR {
+    sum = hn::MulAdd(load_some(d, x + i, some), load_some(d, y + i, some), sum);
+  });
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
@@ -64,14 +63,12 @@ HWY_INLINE A dot(D d, const A* HWY_RESTRICT x, const A* HWY_RESTRICT y, int64_t 
 template <class D, typename S, typename A = hn::TFromD<D>>
 HWY_INLINE void load_key_row(D d, const S* HWY_RESTRICT in, int64_t n, bool l2norm, A scale,
                              A* HWY_RESTRICT out) {
-  const int64_t lanes = hn::Lanes(d);
   auto sum = hn::Zero(d);
-  for (int64_t i = 0; i < n; i += lanes) {
-    const size_t some = HWY_MIN(lanes, n - i);
+  for_vectors(d, n, [&](int64_t i, auto some) HWY_ATTR {
     const auto x = load_some(d, in + i, some);
     sum = hn::MulAdd(x, x, sum);
     store_some(d, x, out + i, some);
-  }
+  });
   if (l2norm) scale *= A(1) / std::sqrt(hn::GetLane(hn::SumOfLanes(d, sum)) + A(1e-6));
   if (scale == A(1)) return;
   for (int64_t i = 0; i < n; ++i) out[i] *= scale;

@@ -53,11 +53,11 @@ class HeadTokens {
   void run(const StepParams& p, int64_t b, int64_t h, A* state, int64_t j0, int64_t columns) {
     const D d;
     const Shape& s = p.problem.shape;
-    const int64_t lanes = hn::Lanes(d);
     for (int64_t t = 0; t < s.tokens; ++t) {
       const S* v = element<S>(p.problem.v, b, t, h) + j0;
-      for (int64_t j = 0; j < columns; j += lanes)
-        store(d, load_some(d, v + j, HWY_MIN(lanes, columns - j)), values_ + t * kMaxDim + j);
+      for_vectors(d, columns, [&](int64_t j, auto n) HWY_ATTR {
+        store(d, load_some(d, v + j, n), values_ + t * kMaxDim + j);
+      });
     }
     StepTokens<A> x;
     x.count = s.tokens;
@@ -71,9 +71,9 @@ class HeadTokens {
     step_block(d, x, state + j0, s.value_dim, columns);
     for (int64_t t = 0; t < s.tokens; ++t) {
       S* o = element<S>(p.o, b, t, h) + j0;
-      for (int64_t j = 0; j < columns; j += lanes)
-        store_some(d, HWY_NAMESPACE::load(d, values_ + t * kMaxDim + j), o + j,
-                   HWY_MIN(lanes, columns - j));
+      for_vectors(d, columns, [&](int64_t j, auto n) HWY_ATTR {
+        store_some(d, HWY_NAMESPACE::load(d, values_ + t * kMaxDim + j), o + j, n);
+      });
     }
   }
 

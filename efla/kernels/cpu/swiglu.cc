@@ -16,35 +16,33 @@ namespace {
 template <typename S>
 void forward_range(const SwigluParams& p, int64_t begin, int64_t end) {
   const hn::ScalableTag<Arithmetic<S>> d;
-  const int64_t lanes = hn::Lanes(d);
   const S* gate = static_cast<const S*>(p.gate);
   const S* up = static_cast<const S*>(p.up);
   S* y = static_cast<S*>(p.y);
-  for (int64_t i = begin; i < end; i += lanes) {
-    const size_t n = HWY_MIN(lanes, end - i);
+  for_vectors(d, end - begin, [&](int64_t i, auto n) HWY_ATTR {
+    i += begin;
     const auto g = load_some(d, gate + i, n);
     store_some(d, hn::Mul(hn::Mul(g, sigmoid(d, g)), load_some(d, up + i, n)), y + i, n);
-  }
+  });
 }
 
 template <typename S>
 void backward_range(const SwigluBackwardParams& p, int64_t begin, int64_t end) {
   const hn::ScalableTag<Arithmetic<S>> d;
-  const int64_t lanes = hn::Lanes(d);
   const S* gate = static_cast<const S*>(p.forward.gate);
   const S* up = static_cast<const S*>(p.forward.up);
   const S* grad_y = static_cast<const S*>(p.grad_y);
   S* grad_gate = static_cast<S*>(p.grad_gate);
   S* grad_up = static_cast<S*>(p.grad_up);
-  for (int64_t i = begin; i < end; i += lanes) {
-    const size_t n = HWY_MIN(lanes, end - i);
+  for_vectors(d, end - begin, [&](int64_t i, auto n) HWY_ATTR {
+    i += begin;
     const auto g = load_some(d, gate + i, n);
     const auto dy = load_some(d, grad_y + i, n);
     const auto s = sigmoid(d, g);
     const auto dg = hn::Mul(hn::Mul(dy, load_some(d, up + i, n)), silu_derivative(d, g, s));
     if (grad_gate != nullptr) store_some(d, dg, grad_gate + i, n);
     if (grad_up != nullptr) store_some(d, hn::Mul(dy, hn::Mul(g, s)), grad_up + i, n);
-  }
+  });
 }
 
 void swiglu_forward_range(const SwigluParams& p, int64_t begin, int64_t end) {
