@@ -170,9 +170,11 @@ void CheckpointStore::recover() const {
   for (const fs::path& path : entries) {
     const std::string name = path.filename().string();
     if (name.rfind("removing-", 0) == 0) fs::remove_all(path, ignored);
-    // Half-written checkpoints carry the name of their target and a suffix.
-    const std::string stem = name.substr(0, name.find(".tmp-"));
-    if (stem != name && step_of(stem) >= 0) recover_folder(fs::path(folder_) / stem);
+    // Half-written and half-replaced checkpoints carry the name of their target and a suffix.
+    const std::string stem = name.substr(0, name.find('.'));
+    const std::string suffix = name.substr(stem.size());
+    const bool begun = suffix.rfind(".tmp-", 0) == 0 || suffix.rfind(".old-", 0) == 0;
+    if (begun && step_of(stem) >= 0) recover_folder(fs::path(folder_) / stem);
   }
 }
 
