@@ -53,8 +53,10 @@ void add_train(CLI::App& app) {
   CLI::App* command = app.add_subcommand(
       "train", "Train a language model from a recipe, or go on with the run in its folder");
   command->add_option("CONFIG", arguments->config, "Recipe, a TOML file")->required();
-  command->add_option("key=value", arguments->overrides,
-                      "Values that replace the recipe's, as section.key=value");
+  command
+      ->add_option("OVERRIDES", arguments->overrides,
+                   "Values that replace the recipe's, as section.key=value")
+      ->type_name("KEY=VALUE");
   command->add_flag("--fresh", arguments->fresh,
                     "Start over in a new folder (OUT-2, OUT-3, ...) instead of going on");
   command->add_flag("--show-recipe", arguments->show_recipe,
