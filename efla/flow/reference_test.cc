@@ -114,6 +114,23 @@ TEST(ReferenceForward, HeadsAndSequencesAreIndependent) {
     }
 }
 
+// qk_l2norm is x * rsqrt(sum x^2 + 1e-6), with keys short enough for the 1e-6 to matter.
+TEST(ReferenceForward, L2NormIsTheDocumentedFormula) {
+  ReferenceProblem p = single_head(Rule::kExact, 10, 5, 3, 33, true);
+  for (double& x : p.k) x *= 1e-3;
+  ReferenceProblem normalised = p;
+  p.qk_l2norm = true;
+  for (auto* x : {&normalised.q, &normalised.k})
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      double squares = 0;
+      for (int64_t i = 0; i < 5; ++i) squares += (*x)[t * 5 + i] * (*x)[t * 5 + i];
+      for (int64_t i = 0; i < 5; ++i) (*x)[t * 5 + i] /= std::sqrt(squares + 1e-6);
+    }
+  const auto got = reference_forward(p), expected = reference_forward(normalised);
+  EXPECT_LT(relative_error(got.o, expected.o), 1e-14);
+  EXPECT_LT(relative_error(got.final_state, expected.final_state), 1e-14);
+}
+
 TEST(ReferenceForward, StateHandOverSplitsASequence) {
   const ReferenceProblem whole = single_head(Rule::kExact, 100, 5, 3, 23, true);
   ReferenceProblem first = slice(whole, 0, 0, 37, 0, 0), second = slice(whole, 0, 37, 100, 0, 0);
@@ -173,7 +190,7 @@ TEST(ReferenceForward, WrongSizesAreNamed) {
 
 // Keys so long or short that the exact rule is at either limit: everything stays finite.
 TEST(ReferenceBackward, ExtremeKeysGiveFiniteGradients) {
-  for (const double length : {0.0, 1e-200, 1e-8, 1e3, 1e8, 1e160})
+  for (const double length : {0.0, 1e-200, 1e-8, 1e3, 1e8, 1e140})
     for (const Rule rule : {Rule::kExact, Rule::kExactLog})
       for (const bool decay : {false, true}) {
         ReferenceProblem p = single_head(rule, 6, 4, 3, 28, decay);
@@ -184,6 +201,20 @@ TEST(ReferenceBackward, ExtremeKeysGiveFiniteGradients) {
              {&grads.q, &grads.k, &grads.v, &grads.beta, &grads.log_decay, &grads.initial_state})
           for (const double x : *g) ASSERT_TRUE(std::isfinite(x)) << length << rule_name(rule);
       }
+}
+
+// Where |k|^2 overflows the token is skipped, and the state stays what it was (times the decay).
+TEST(ReferenceForward, OverflowingKeyIsSkipped) {
+  for (const Rule rule : {Rule::kExact, Rule::kExactLog}) {
+    ReferenceProblem p = single_head(rule, 6, 4, 3, 30);
+    for (double& x : p.k) x *= 1e160;
+    const auto result = reference_forward(p);
+    EXPECT_EQ(result.final_state, p.initial_state);
+    std::mt19937_64 random(31);
+    const auto grads = reference_backward(p, normal(random, 18));
+    for (const auto* g : {&grads.q, &grads.k, &grads.v, &grads.beta, &grads.initial_state})
+      for (const double x : *g) ASSERT_TRUE(std::isfinite(x)) << rule_name(rule);
+  }
 }
 
 using GradientCase = std::tuple<Rule, bool, bool, bool>;  // rule, decay, l2norm, packed

@@ -159,10 +159,11 @@ EFLA_HOST_DEVICE FlowSlopes<T> flow_term_slopes(T beta, T rate, T extra) {
   return slopes;
 }
 
-// |k|^2 of a finite key may overflow; the largest finite number stands for it, as 0 * inf is NaN.
+// |k|^2 of a finite key can overflow. Such a token is skipped by the exact rules: a coefficient of
+// 0 keeps the step a contraction, while any other finite stand-in for 1 / |k|^2 would be too large.
 template <typename T>
-EFLA_HOST_DEVICE T finite_lambda(T lambda) {
-  return lambda > largest_finite<T>() ? largest_finite<T>() : lambda;
+EFLA_HOST_DEVICE bool key_overflows(Rule rule, T lambda) {
+  return lambda > largest_finite<T>() && (rule == Rule::kExact || rule == Rule::kExactLog);
 }
 
 }  // namespace internal
@@ -173,7 +174,7 @@ template <typename T>
 EFLA_HOST_DEVICE StepCoefficients<T> step_coefficients(Rule rule, T beta, T lambda, bool has_decay,
                                                        T log_decay) {
   const T g = has_decay ? log_decay : T(0);
-  lambda = internal::finite_lambda(lambda);
+  if (internal::key_overflows(rule, lambda)) beta = lambda = T(0);
   switch (rule) {
     case Rule::kLinear:
       return {g, T(0), beta};
@@ -208,9 +209,9 @@ EFLA_HOST_DEVICE StepCoefficients<T> step_coefficients(Rule rule, T beta, T lamb
 template <typename T>
 EFLA_HOST_DEVICE StepInputGradients<T> step_coefficients_backward(Rule rule, T beta, T lambda,
                                                                   bool has_decay, T log_decay,
-                                                                  const StepCoefficients<T>& grad) {
+                                                                  StepCoefficients<T> grad) {
   const T g = has_decay ? log_decay : T(0);
-  lambda = internal::finite_lambda(lambda);
+  if (internal::key_overflows(rule, lambda)) beta = lambda = grad.erase = grad.write = T(0);
   const T both = grad.erase + grad.write;
   StepInputGradients<T> out{T(0), T(0), T(0)};
   switch (rule) {
