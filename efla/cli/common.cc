@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "efla/io/error.h"
+#include "efla/train/checkpoint.h"
 
 namespace efla::cli {
 namespace {
@@ -27,6 +28,16 @@ std::string tokenizer_path(const std::string& given, const std::string& model_fo
 }
 
 }  // namespace
+
+std::string find_model(const std::string& path) {
+  if (!fs::exists(path)) {
+    throw Error(
+        fmt::format("{} does not exist; give the folder of a model, a checkpoint or a run", path));
+  }
+  const std::string folder = resolve_model_folder(path);
+  if (fs::exists(fs::path(folder) / "trainer.json")) verify_checkpoint(folder);
+  return folder;
+}
 
 std::unique_ptr<Tokenizer> find_tokenizer(const std::string& given, const std::string& model_folder,
                                           const std::string& data_folder,
@@ -73,10 +84,14 @@ void print_text(std::string_view text) {
 }
 
 std::string with_commas(int64_t number) {
-  std::string digits = std::to_string(number);
-  const size_t first = digits.front() == '-' ? 1 : 0;
-  for (size_t at = digits.size(); at > first + 3;) digits.insert(at -= 3, ",");
-  return digits;
+  const std::string digits = std::to_string(number);
+  const size_t first = number < 0 ? 1 : 0;
+  std::string text;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > first && (digits.size() - i) % 3 == 0) text += ',';
+    text += digits[i];
+  }
+  return text;
 }
 
 std::string human_bytes(int64_t bytes) {

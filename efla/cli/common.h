@@ -12,6 +12,11 @@
 
 namespace efla::cli {
 
+/// The folder that holds the model which `path` names: a model, a checkpoint or a run (its newest
+/// checkpoint). A checkpoint's files are compared with their recorded checksums. Throws Error or
+/// UsageError naming the path.
+std::string find_model(const std::string& path);
+
 /// The tokenizer of a model: `given` (a path or "byte") when not empty, else tokenizer.model in the
 /// model's folder, else in `data_folder` (may be empty); a model with the byte tokenizer's number
 /// of tokens and no file beside it reads bytes. Throws UsageError when none is found or when it has

@@ -12,7 +12,6 @@
 #include "efla/io/error.h"
 #include "efla/io/progress.h"
 #include "efla/nn/pretrained.h"
-#include "efla/train/checkpoint.h"
 
 namespace efla::cli {
 namespace {
@@ -100,7 +99,7 @@ void run(const Arguments& arguments) {
   }
   const bool stateful = arguments.metric != "windows";
   const bool windows = arguments.metric != "stateful";
-  const std::string folder = resolve_model_folder(arguments.model);
+  const std::string folder = find_model(arguments.model);
   LanguageModel model = load_pretrained(folder);
   const ModelConfig& config = model->config();
   const std::filesystem::path shards = arguments.data;

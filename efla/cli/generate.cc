@@ -11,7 +11,6 @@
 #include "efla/io/error.h"
 #include "efla/io/utf8.h"
 #include "efla/nn/pretrained.h"
-#include "efla/train/checkpoint.h"
 
 namespace efla::cli {
 namespace {
@@ -71,7 +70,7 @@ void run(Arguments arguments) {
   GenerateOptions& options = arguments.options;
   if (arguments.greedy) options.sampling.temperature = 0;
   options.validate();
-  const std::string folder = resolve_model_folder(arguments.model);
+  const std::string folder = find_model(arguments.model);
   LanguageModel model = load_pretrained(folder);
   const auto tokenizer = find_tokenizer(arguments.tokenizer, folder, "", model->config());
   const std::string prompt = read_prompt(arguments);

@@ -19,7 +19,6 @@
 #include "efla/io/safetensors.h"
 #include "efla/io/token_shard.h"
 #include "efla/nn/config.h"
-#include "efla/train/checkpoint.h"
 
 namespace efla::cli {
 namespace {
@@ -82,11 +81,26 @@ Json unknown_keys(const nlohmann::json& file, const ModelConfig& config) {
   return unknown;
 }
 
+std::string dtype_name(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kHalf:
+      return "float16";
+    default:
+      return c10::toString(tensor.scalar_type());
+  }
+}
+
 // "float32", or every dtype with its number of tensors when there are several.
 std::string dtypes(const SafetensorsModel& weights) {
   std::map<std::string, int64_t> counts;
   for (const std::string& name : weights.names()) {
-    ++counts[c10::toString(weights.tensor(name).scalar_type())];
+    ++counts[dtype_name(weights.tensor(name))];
   }
   std::string text;
   for (const auto& [dtype, count] : counts) {
@@ -154,8 +168,7 @@ Json safetensors_facts(const fs::path& path) {
   Json facts = {{"file", path.string()}, {"tensors", file.names().size()}};
   for (const std::string& name : file.names()) {
     const at::Tensor tensor = file.tensor(name);
-    facts[name] = fmt::format("{} {}", c10::toString(tensor.scalar_type()),
-                              Json(tensor.sizes().vec()).dump());
+    facts[name] = fmt::format("{} {}", dtype_name(tensor), Json(tensor.sizes().vec()).dump());
   }
   return facts;
 }
@@ -173,12 +186,12 @@ void run(const std::string& path, bool json) {
   if (path.empty()) return show(build_facts(), json);
   if (path == "byte" && !fs::exists(path)) return show(tokenizer_facts(path), json);
   if (!fs::exists(path)) {
-    throw UsageError(fmt::format("{} does not exist; give a model, shards or a tokenizer", path));
+    throw Error(fmt::format("{} does not exist; give a model, shards or a tokenizer", path));
   }
   const std::string extension = fs::path(path).extension().string();
   if (fs::is_directory(path)) {
     const std::vector<fs::path> shards = shards_in(path);
-    if (shards.empty()) return show(model_facts(resolve_model_folder(path)), json);
+    if (shards.empty()) return show(model_facts(find_model(path)), json);
     for (size_t i = 0; i < shards.size(); ++i) {
       if (i > 0 && !json) print_text("\n");
       show(shard_facts(shards[i]), json);
