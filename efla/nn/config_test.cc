@@ -31,7 +31,7 @@ json published_delta_net() {
     "bos_token_id": 1, "conv_size": 4, "eos_token_id": 2, "expand_k": 1, "expand_v": 1,
     "fuse_cross_entropy": true, "hidden_act": "swish", "hidden_ratio": 4, "hidden_size": 2048,
     "initializer_range": 0.02, "intermediate_size": null, "max_position_embeddings": 2048,
-    "model_type": "delta_net", "norm_eps": 1e-06, "norm_first": false, "num_heads": 16,
+    "model_type": "delta_net", "norm_eps": 1e-06, "num_heads": 16,
     "num_hidden_layers": 24, "pad_token_id": 2, "qk_activation": "silu", "qk_norm": "l2",
     "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.40.0",
     "use_beta": true, "use_cache": true, "use_gate": false, "use_output_norm": true,
@@ -144,6 +144,7 @@ TEST(ModelConfig, RoundTripKeepsEveryField) {
 }
 
 TEST(ModelConfig, BookkeepingAndSwitchedOffKeysAreAccepted) {
+  ::testing::internal::CaptureStdout();
   for (const json& extra : {json{{"norm_first", true}}, json{{"_name_or_path", "x/y"}},
                             json{{"attn_mode", "fused_recurrent"}}, json{{"some_feature", false}},
                             json{{"some_feature", nullptr}}, json{{"hidden_act", "silu"}},
@@ -152,6 +153,13 @@ TEST(ModelConfig, BookkeepingAndSwitchedOffKeysAreAccepted) {
     json object = published_delta_net();
     object.update(extra);
     EXPECT_EQ(error_of(object), "") << extra;
+  }
+  const std::string said = ::testing::internal::GetCapturedStdout();
+  for (const char* key : {"norm_first", "_name_or_path", "some_feature"}) {
+    EXPECT_NE(said.find(std::string("here/config.json: key ") + key), std::string::npos) << said;
+  }
+  for (const char* key : {"attn_mode", "architectures", "torch_dtype"}) {
+    EXPECT_EQ(said.find(key), std::string::npos) << said;
   }
 }
 
