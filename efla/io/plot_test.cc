@@ -1,0 +1,56 @@
+#include "efla/io/plot.h"
+
+#include <cmath>
+#include <cstdlib>
+
+#include "efla/io/test_util.h"
+
+namespace efla {
+namespace {
+
+using testing::slurp;
+using testing::TempFolder;
+
+Plot sample() {
+  return {"A \"quoted\" title",
+          "step",
+          "loss",
+          {{"train", {{1, 3.5}, {2, NAN}, {3, 2.5}}}, {"held out", {{3, 2.7}}}},
+          false,
+          true};
+}
+
+TEST(Plot, DrawsAPicture) {
+  const TempFolder folder;
+  EXPECT_TRUE(draw_plot(folder / "loss.png", sample()));
+  EXPECT_EQ(slurp(folder / "loss.png").substr(1, 3), "PNG");
+  const std::string script = slurp(folder / "loss.gp");
+  EXPECT_MENTIONS(script, "\n1 3.5\n\n3 2.5\n");
+  EXPECT_MENTIONS(script, "set logscale y");
+  EXPECT_MENTIONS(script, "A \\\"quoted\\\" title");
+}
+
+TEST(Plot, NothingToDraw) {
+  const TempFolder folder;
+  EXPECT_FALSE(
+      draw_plot(folder / "loss.png", {"t", "x", "y", {{"empty", {{1, NAN}}}}, false, false}));
+  EXPECT_FALSE(draw_plot(folder / "loss.png", {"t", "x", "y", {}, false, false}));
+  EXPECT_TRUE(testing::names_in(folder.path()).empty());
+}
+
+TEST(Plot, WithoutGnuplotTheScriptStaysAndOneWarningIsGiven) {
+  const TempFolder folder;
+  const std::string path = std::getenv("PATH");
+  ::setenv("PATH", folder.path().c_str(), 1);
+  ::testing::internal::CaptureStderr();
+  EXPECT_FALSE(draw_plot(folder / "loss.png", sample()));
+  EXPECT_FALSE(draw_plot(folder / "loss.png", sample()));
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  ::setenv("PATH", path.c_str(), 1);
+  EXPECT_MENTIONS(said, "gnuplot-nox");
+  EXPECT_EQ(said.find("gnuplot-nox"), said.rfind("gnuplot-nox"));
+  EXPECT_EQ(testing::names_in(folder.path()), std::vector<std::string>{"loss.gp"});
+}
+
+}  // namespace
+}  // namespace efla
