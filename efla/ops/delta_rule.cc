@@ -85,10 +85,13 @@ ForwardResult forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v, con
       output_final_state
           ? at::empty({s.sequences, s.value_heads, s.key_dim, s.value_dim}, state_options)
           : at::empty({0}, state_options);
-  Tensor states = keep_states ? at::empty({checkpoint_rows(s, prepared.packed()), s.value_heads,
-                                           s.key_dim, s.value_dim},
-                                          state_options)
-                              : at::empty({0}, state_options);
+  Tensor states = at::empty({0}, state_options);
+  if (keep_states) {
+    // Zeroed: packed sequences leave rows unused, and an operator's result must be determined.
+    const std::array<int64_t, 4> sizes = {checkpoint_rows(s, prepared.packed()), s.value_heads,
+                                          s.key_dim, s.value_dim};
+    states = prepared.packed() ? at::zeros(sizes, state_options) : at::empty(sizes, state_options);
+  }
   if (prepared.empty()) {
     o.zero_();
     if (output_final_state) {
