@@ -74,7 +74,11 @@ ReferenceProblem slice(const ReferenceProblem& p, int64_t row, int64_t begin, in
   return s;
 }
 
-ReferenceProblem batched(uint64_t seed, bool packed) {
+// Empty sequences first and in the middle; rows 18 and 19 are padding.
+const std::vector<int64_t> kEmptyFirst{0, 0, 6, 6, 7, 18};
+
+ReferenceProblem batched(uint64_t seed, const std::vector<int64_t>& cu_seqlens) {
+  const bool packed = !cu_seqlens.empty();
   ReferenceProblem p;
   p.batch = packed ? 1 : 3;
   p.tokens = packed ? 20 : 7;
@@ -83,7 +87,7 @@ ReferenceProblem batched(uint64_t seed, bool packed) {
   p.key_dim = 5;
   p.value_dim = 3;
   p.scale = 0.6;
-  if (packed) p.cu_seqlens = {0, 0, 6, 6, 7, 18};
+  p.cu_seqlens = cu_seqlens;
   std::mt19937_64 random(seed);
   fill(p, random, true);
   return p;
@@ -92,9 +96,11 @@ ReferenceProblem batched(uint64_t seed, bool packed) {
 // Every (sequence, value head) is what it would be alone: rows, head grouping, packing, empty
 // sequences and the rows past the end.
 TEST(ReferenceForward, HeadsAndSequencesAreIndependent) {
-  for (const bool packed : {false, true})
+  const std::vector<int64_t> dense, late_start{2, 6, 7, 18, 18};
+  for (const auto& cu_seqlens : {dense, kEmptyFirst, late_start})
     for (const bool l2norm : {false, true}) {
-      ReferenceProblem p = batched(22, packed);
+      ReferenceProblem p = batched(22, cu_seqlens);
+      const bool packed = !cu_seqlens.empty();
       p.qk_l2norm = l2norm;
       const auto all = reference_forward(p);
       const int64_t size = p.key_dim * p.value_dim;
@@ -144,7 +150,7 @@ TEST(ReferenceForward, StateHandOverSplitsASequence) {
 }
 
 TEST(ReferenceForward, PaddingMayHoldAnything) {
-  ReferenceProblem p = batched(24, true);
+  ReferenceProblem p = batched(24, kEmptyFirst);
   const auto clean = reference_forward(p);
   std::mt19937_64 random(25);
   const auto grad_o = normal(random, static_cast<int64_t>(p.v.size()));
