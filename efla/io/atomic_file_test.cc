@@ -1,7 +1,9 @@
 #include "efla/io/atomic_file.h"
 
+#include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+
 #include <csignal>
 
 #include "efla/io/test_util.h"
@@ -119,7 +121,7 @@ TEST(AtomicFile, FullDiskIsExplained) {
   bool replaced = false;
   for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
     std::error_code code;
-    if (fs::read_symlink(entry.path(), code) == folder / temporary) {
+    if (fs::read_symlink(entry.path(), code).filename() == temporary) {
       replaced = ::dup2(full, std::stoi(entry.path().filename().string())) >= 0;
       break;
     }

@@ -187,4 +187,13 @@ std::string SentencePieceTokenizer::token_bytes(int32_t id) const {
   return token_bytes_[static_cast<size_t>(id)];
 }
 
+std::string SentencePieceTokenizer::first_token_bytes(int32_t id) const {
+  std::string bytes = token_bytes(id);
+  const bool drops_space = settings_.add_dummy_prefix || settings_.remove_extra_whitespaces;
+  // Only a piece's U+2581 is the prefix; a byte token or the unknown token's text stays whole.
+  if (drops_space && first_.IdToPiece(id).compare(0, kMetaSpace.size(), kMetaSpace) == 0)
+    bytes.erase(0, 1);
+  return bytes;
+}
+
 }  // namespace efla

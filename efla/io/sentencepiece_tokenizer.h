@@ -35,9 +35,7 @@ class SentencePieceTokenizer : public Tokenizer {
   std::vector<int32_t> encode(std::string_view text) const override;
   std::string decode(std::span<const int32_t> ids) const override;
   std::string token_bytes(int32_t id) const override;
-  bool adds_leading_space() const override {
-    return settings_.add_dummy_prefix || settings_.remove_extra_whitespaces;
-  }
+  std::string first_token_bytes(int32_t id) const override;
   int64_t vocab_size() const override { return static_cast<int64_t>(token_bytes_.size()); }
   int32_t bos_id() const override { return first_.bos_id(); }
   int32_t eos_id() const override { return first_.eos_id(); }

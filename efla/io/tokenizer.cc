@@ -83,11 +83,10 @@ StreamDecoder::StreamDecoder(const Tokenizer& tokenizer, std::span<const int32_t
 }
 
 std::string StreamDecoder::push(int32_t id) {
-  std::string bytes = tokenizer_.token_bytes(id);
-  if (at_start_ && !bytes.empty()) {
-    if (tokenizer_.adds_leading_space() && bytes.front() == ' ') bytes.erase(0, 1);
-    at_start_ = false;
-  }
+  const std::string bytes =
+      at_start_ ? tokenizer_.first_token_bytes(id) : tokenizer_.token_bytes(id);
+  if (tokenizer_.token_bytes(id).empty()) return finish();  // a control token ends a character, too
+  at_start_ = false;
   pending_ += bytes;
   return take_complete(pending_);
 }

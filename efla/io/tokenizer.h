@@ -32,9 +32,9 @@ class Tokenizer {
   /// The bytes one token adds in the middle of a text; empty for control tokens. May be part of a
   /// character.
   virtual std::string token_bytes(int32_t id) const = 0;
-  /// Whether the first token's leading space belongs to the encoding, not the text (SentencePiece's
-  /// add_dummy_prefix).
-  virtual bool adds_leading_space() const { return false; }
+  /// The same for the first token of a text: without the leading space that belongs to the
+  /// encoding, not to the text (SentencePiece's add_dummy_prefix).
+  virtual std::string first_token_bytes(int32_t id) const { return token_bytes(id); }
 
   virtual int64_t vocab_size() const = 0;
   virtual int32_t bos_id() const = 0;  ///< -1: the tokenizer has none

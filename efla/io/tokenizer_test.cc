@@ -1,6 +1,6 @@
 #include "efla/io/tokenizer.h"
 
-#include <rapidcheck/gtest.h>
+#include <rapidcheck.h>
 
 #include "efla/io/atomic_file.h"
 #include "efla/io/sentencepiece_tokenizer.h"
@@ -36,9 +36,9 @@ const Trained& trained() {
   return models;
 }
 
-std::string utf8_of(const std::vector<char32_t>& code_points) {
+std::string utf8_of(const std::vector<uint32_t>& code_points) {
   std::string text;
-  for (const char32_t c : code_points) {
+  for (const uint32_t c : code_points) {
     if (c < 0x80) {
       text += static_cast<char>(c);
     } else if (c < 0x800) {
@@ -57,14 +57,14 @@ std::string utf8_of(const std::vector<char32_t>& code_points) {
 // Any valid text, with the characters that cause trouble more often than chance would give them.
 rc::Gen<std::string> any_text() {
   const auto trouble =
-      rc::gen::element<char32_t>(U' ', U'\n', U'\t', U'\r', U'\0', 0x7F, 0x2581, 0x2585, 0xFFFD,
-                                 0xFEFF, 0x85, 0xA0, 0x301, U'<', U'>', U'0');
+      rc::gen::elementOf(std::vector<uint32_t>{' ', ' ', '\n', '\t', '\r', 0, 0x7F, 0x2581, 0x2585,
+                                               0xFFFD, 0xFEFF, 0x85, 0xA0, 0x301, '<', '>', '0'});
   const auto letter =
-      rc::gen::elementOf(std::vector<char32_t>{U'a', U'b', U'n', U'e', U't', U'o', U'r', U'1'});
-  const auto any = rc::gen::suchThat(rc::gen::inRange<char32_t>(0, 0x110000),
-                                     [](char32_t c) { return c < 0xD800 || c > 0xDFFF; });
+      rc::gen::elementOf(std::vector<uint32_t>{'a', 'b', 'n', 'e', 't', 'o', 'r', '1'});
+  const auto any = rc::gen::suchThat(rc::gen::inRange<uint32_t>(0, 0x110000),
+                                     [](uint32_t c) { return c < 0xD800 || c > 0xDFFF; });
   return rc::gen::map(
-      rc::gen::container<std::vector<char32_t>>(rc::gen::oneOf(trouble, letter, any)), utf8_of);
+      rc::gen::container<std::vector<uint32_t>>(rc::gen::oneOf(trouble, letter, any)), utf8_of);
 }
 
 const std::vector<std::string>& awkward_texts() {
@@ -262,7 +262,6 @@ TEST(SentencePieceTokenizer, ChunksOfModelsThatNormalise) {
     SentencePieceTokenizer whole(bytes, "m"), chunked(bytes, "m");
     whole.set_chunk_bytes(1 << 30);
     const std::string text = "  " + made_up_text(5000, 12) + "  two  spaces ";
-    EXPECT_TRUE(whole.adds_leading_space());
     for (const size_t chunk : {40, 100, 1000}) {
       chunked.set_chunk_bytes(chunk);
       EXPECT_EQ(chunked.encode(text), whole.encode(text)) << chunk;
@@ -302,7 +301,8 @@ TEST(StreamDecoder, HoldsBackIncompleteCharacters) {
             "\xEF\xBF\xBD"
             "a");
   EXPECT_EQ(stream.push(0xF0), "");
-  EXPECT_EQ(stream.push(bytes->eos_id()), "");
+  EXPECT_EQ(stream.push(bytes->eos_id()), "\xEF\xBF\xBD");
+  EXPECT_EQ(stream.push(0xF0), "");
   EXPECT_EQ(stream.finish(), "\xEF\xBF\xBD");
 }
 
