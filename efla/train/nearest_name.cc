@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace efla {
 
@@ -27,12 +28,12 @@ int edit_distance(std::string_view a, std::string_view b) {
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates) {
   const auto leaf = [](std::string_view dotted) { return dotted.substr(dotted.rfind('.') + 1); };
   std::string best;
-  int best_distance = std::numeric_limits<int>::max();
+  std::pair<int, int> best_distance(std::numeric_limits<int>::max(), 0);
   for (const std::string& candidate : candidates) {
-    // Doubled so that a match of the whole name beats an equal match of the last part.
-    const int whole = 2 * edit_distance(name, candidate);
-    const int last = 2 * edit_distance(leaf(name), leaf(candidate)) + 1;
-    if (const int distance = std::min(whole, last); distance < best_distance) {
+    const int whole = edit_distance(name, candidate);
+    const int last = edit_distance(leaf(name), leaf(candidate));
+    // Where last parts match equally well, the whole name decides.
+    if (const std::pair distance(std::min(whole, last), whole); distance < best_distance) {
       best_distance = distance;
       best = candidate;
     }

@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -45,9 +46,9 @@ def english(words, seed=1):
     return " ".join(generator.choice(vocabulary) for _ in range(words)) + "\n"
 
 
-def model_shapes():
-    shapes = {"model.embeddings.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
-              "lm_head.weight": (VOCAB, HIDDEN)}
+def model_shapes(vocab=VOCAB):
+    shapes = {"model.embeddings.weight": (vocab, HIDDEN), "model.norm.weight": (HIDDEN,),
+              "lm_head.weight": (vocab, HIDDEN)}
     layer = "model.layers.0."
     for name in ("q", "k", "v"):
         shapes[f"{layer}attn.{name}_proj.weight"] = (HIDDEN, HIDDEN)
@@ -64,12 +65,12 @@ def model_shapes():
     return shapes
 
 
-def write_model(folder, uniform=False, nan=False, **config):
+def write_model(folder, uniform=False, nan=False, vocab=VOCAB, **config):
     """A model folder with random weights, written here from the format's description."""
     folder.mkdir(parents=True)
     generator = random.Random(7)
     header, payload, offset = {}, [], 0
-    for name, shape in model_shapes().items():
+    for name, shape in model_shapes(vocab).items():
         count = math.prod(shape)
         if "norm" in name:
             values = [1.0] * count
@@ -88,7 +89,7 @@ def write_model(folder, uniform=False, nan=False, **config):
         struct.pack("<Q", len(head)) + head + b"".join(payload))
     (folder / "config.json").write_text(json.dumps({
         "model_type": "efla", "rule": "exact", "beta_activation": "sigmoid", "qk_norm": "none",
-        "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_heads": 2,
+        "vocab_size": vocab, "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_heads": 2,
         "intermediate_size": INNER, "max_position_embeddings": 64, "bos_token_id": 256,
         "eos_token_id": 257, **config}))
     return folder
@@ -117,9 +118,11 @@ class Case(unittest.TestCase):
         return [json.loads(line) for line in self.ok(*arguments, "--json", **options).splitlines()]
 
     def fails(self, code, parts, *arguments, **options):
-        """The exit code, nothing on stdout, and one sentence on stderr that holds all `parts`."""
+        """The exit code, nothing on stdout, and one sentence on stderr (after the progress until
+        then, if any) that holds all `parts`."""
         got, out, err = efla(*arguments, **options)
         self.assertEqual(got, code, err)
+        err = re.sub(r"\A(tokenizing|stateful|windows-\d+) \d+/\d+ .*\n", "", err)
         self.assertEqual(out, b"")
         self.assertRegex(err, r"\Aefla: error: [^\n]{10,600}\n\Z")
         for part in parts:
@@ -206,7 +209,7 @@ class Tokenizer(Case):
         train = ["tokenizer", "train", "--output", self.folder / "t.model", "--vocab-size", "400",
                  "--input"]
         self.fails(1, [empty], *train, good, empty)
-        self.fails(1, [broken, "line 2", "byte 9"], *train, good, broken)
+        self.fails(1, [broken, "line 2", "byte offset 9"], *train, good, broken)
         self.fails(1, [self.folder / "none.txt"], *train, self.folder / "none.txt")
         self.fails(1, [self.folder], *train, self.folder)
         for vocab in ("-1", "0", "299", "1000000000000"):
@@ -228,7 +231,7 @@ class Tokenizer(Case):
         self.fails(1, [junk], "tokenizer", "encode", "--tokenizer", junk, "x")
         self.fails(1, ["none.model"], "tokenizer", "encode", "--tokenizer", "none.model", "x")
         model = self.train()
-        self.fails(1, ["byte 1"], "tokenizer", "encode", "--tokenizer", model, stdin=b"a\xff")
+        self.fails(1, ["byte offset 1"], "tokenizer", "encode", "--tokenizer", model, stdin=b"a\xff")
 
 
 class Data(Case):
@@ -276,7 +279,7 @@ class Data(Case):
         prepare = ["data", "prepare", "--output", self.folder / "shards", "--tokenizer", model,
                    "--input", good]
         self.fails(1, [empty], *prepare, empty)
-        self.fails(1, [broken, "line 3", "byte 9"], *prepare, broken)
+        self.fails(1, [broken, "line 3", "byte offset 9"], *prepare, broken)
         self.fails(1, ["none.txt"], *prepare, self.folder / "none.txt")
         self.fails(1, ["/proc/shards"], *prepare, "--output", "/proc/shards")
         self.fails(1, ["good.txt"], *prepare, "--output", good / "shards")
@@ -350,7 +353,7 @@ class Eval(Case):
         self.fails(1, ["none"], *run, "--data", self.folder / "none")
         self.fails(1, ["none.txt"], *run, "--text", self.folder / "none.txt")
         self.fails(1, ["empty.txt"], *run, "--text", self.path("empty.txt", ""))
-        self.fails(1, ["bad.txt", "byte 2"], *run, "--text", self.path("bad.txt", b"ab\xff"))
+        self.fails(1, ["bad.txt", "byte offset 2"], *run, "--text", self.path("bad.txt", b"ab\xff"))
         self.fails(2, ["1000000"], *run, "--data", shards, "--max-tokens", "1000000")
         for option in ("--window", "--max-tokens", "--batch-tokens"):
             for value in ("0", "-4", "1e99", "99999999999999999999"):
@@ -382,9 +385,7 @@ class Eval(Case):
                 "300", "--output", other)
         self.fails(2, [other, "300", "258"], "eval", "--model", model, "--data", shards,
                    "--tokenizer", other)
-        wide = write_model(self.folder / "wide")
-        config = json.loads((wide / "config.json").read_text())
-        (wide / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+        wide = write_model(self.folder / "wide", vocab=310)
         self.fails(2, [wide, "--tokenizer"], "generate", "--model", wide, "--prompt", "x")
         shutil.copy(other, model / "tokenizer.model")
         self.fails(2, ["tokenizer.model", "300"], "generate", "--model", model, "--prompt", "x")
@@ -408,7 +409,7 @@ class Eval(Case):
             weights.write_bytes(damaged)
             self.fails(1, [weights], *run)
         weights.unlink()
-        self.fails(1, [weights], *run)
+        self.fails(1, [model, "model.safetensors"], *run)
         weights.write_bytes(whole)
         for change in ({"hidden_size": "32"}, {"hidden_size": -32}, {"num_heads": 0},
                        {"num_hidden_layers": 10**12}, {"vocab_size": 2.5}, {"rule": "exactly"},
@@ -505,8 +506,8 @@ class Generate(Case):
                 self.assertRegex(err.replace("_", "-"), rf"\Aefla: error: [^\n]*{name}[^\n]*\n\Z")
         self.fails(2, ["stop string"], *run, "--prompt", "x", "--stop", "")
         bad = self.path("bad.txt", b"\n\xc3")
-        self.fails(1, [bad, "line 2", "byte 1"], *run, "--prompt-file", bad)
-        self.fails(1, ["prompt", "byte 1"], *run, stdin=b"a\x80")
+        self.fails(1, [bad, "line 2", "byte offset 1"], *run, "--prompt-file", bad)
+        self.fails(1, ["prompt", "byte offset 1"], *run, stdin=b"a\x80")
         self.fails(1, ["none.txt"], *run, "--prompt-file", self.folder / "none.txt")
         self.fails(1, ["empty.txt"], *run, "--prompt-file", self.path("empty.txt", ""))
         self.fails(2, ["--prompt"], *run, "--prompt", "x", "--prompt-file", bad)

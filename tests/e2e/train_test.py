@@ -228,10 +228,12 @@ class TrainTest(unittest.TestCase):
             # Without the right to mount, test_file_size_limit_while_saving is what is left.
             return
         try:
-            code, errors = self.train("train.time_limit=0.000001")
-            self.assertEqual(code, 0, errors)
+            process = self.start()
+            self.assertTrue(self.wait_for(lambda: self.metrics_lines() >= 3, process))
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=TIMEOUT)
             before = self.checkpoints()
-            self.assertEqual(len(before), 1)
+            self.assertGreaterEqual(len(before), 1)
             filler = disk / "filler"
             with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
                 while True:
