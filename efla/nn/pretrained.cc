@@ -133,7 +133,7 @@ std::string dtype_name(at::ScalarType dtype) {
 
 LanguageModel load_pretrained(const std::string& folder, std::optional<at::ScalarType> dtype) {
   const fs::path path(folder);
-  recover_folder(path);
+  if (!fs::is_directory(path)) recover_folder(path);  // a writer may have died between two renames
   if (!fs::is_directory(path)) {
     throw Error(fmt::format("{}: no such folder; a model is a folder with {} and {}", folder,
                             kConfigName, kWeightsName));
