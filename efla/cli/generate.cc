@@ -114,6 +114,7 @@ void add_sampling_options(CLI::App& command, Arguments& arguments) {
       ->capture_default_str()
       ->type_name("X");
   command.add_option("--seed", sampling.seed, "Same seed, same text")
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str()
       ->type_name("N");
   command

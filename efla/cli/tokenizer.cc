@@ -127,6 +127,7 @@ void add_tokenizer(CLI::App& app) {
       ->capture_default_str()
       ->type_name("N");
   train->add_option("--seed", training.seed, "Seed of that sample")
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str()
       ->type_name("N");
   train->add_flag("--force", arguments->force, "Replace an existing file");
