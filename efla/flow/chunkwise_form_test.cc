@@ -106,8 +106,8 @@ Matrix Chunk::backward(const Matrix& grad_o, const Matrix& grad_next,
   // Serial part.
   const Matrix du = probabilities.transposed() * grad_o + k_tail * grad_next;
   const Matrix dr = solve_upper(l, du);
-  const Matrix ds0 = gamma.back() * grad_next + s * (scale_rows(gamma, q).transposed() * grad_o) -
-                     scale_rows(erase_gamma, k).transposed() * dr;
+  Matrix ds0 = gamma.back() * grad_next + s * (scale_rows(gamma, q).transposed() * grad_o) -
+               scale_rows(erase_gamma, k).transposed() * dr;
   // Parallel part.
   const Matrix dl = lower(-1.0 * (dr * u.transposed()), false);
   const Matrix dp = lower(grad_o * u.transposed(), true);
