@@ -230,6 +230,7 @@ void Trainer::evaluate_if_due(bool last) {
   const bool due = last || state_.step == 0 || (interval > 0 && state_.step % interval == 0);
   const auto& done = log_->valid_losses();
   if (!due || (!done.empty() && done.back().first == static_cast<double>(state_.step))) return;
+  progress_->update(state_.step, "computing the held-out loss");
   const std::optional<HeldOutLoss> loss =
       held_out_loss(model_, *setup_.valid_data, recipe_.data.batch, recipe_.train.eval_tokens,
                     [] { return StopSignal::received() != nullptr; });
