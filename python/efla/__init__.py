@@ -21,6 +21,14 @@ from ._library import load_library
 
 library_path = load_library()
 
+# Overloads resolved once: a step is a few microseconds, and looking the name up costs as much.
+_chunk = torch.ops.efla.chunk.default
+_recurrent = torch.ops.efla.recurrent.default
+_step = torch.ops.efla.step_.default
+_short_conv = torch.ops.efla.short_conv.default
+_rms_norm = torch.ops.efla.rms_norm.default
+_swiglu = torch.ops.efla.swiglu.default
+
 Rule = Literal["linear", "euler", "rk2", "rk4", "exact", "exact_log"]
 RULES: Tuple[str, ...] = ("linear", "euler", "rk2", "rk4", "exact", "exact_log")
 
@@ -70,7 +78,7 @@ def chunk(
     Returns:
         o ``[B, T, HV, V]`` in q's dtype, and the final state ``[N, HV, K, V]`` or None.
     """
-    o, final_state = torch.ops.efla.chunk(
+    o, final_state = _chunk(
         q,
         k,
         v,
@@ -101,7 +109,7 @@ def recurrent(
     qk_l2norm: bool = False,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """The same function as :func:`chunk`, computed token by token (better for few tokens)."""
-    o, final_state = torch.ops.efla.recurrent(
+    o, final_state = _recurrent(
         q,
         k,
         v,
@@ -143,7 +151,7 @@ def step_(
     Returns:
         o, shaped like v. A call that raises leaves the state as it was.
     """
-    return torch.ops.efla.step_(
+    return _step(
         q,
         k,
         v,
@@ -243,7 +251,7 @@ def short_conv(
     Returns:
         y ``[B, T, D]``, and the final state ``[N, D, W]`` or None.
     """
-    y, final_state = torch.ops.efla.short_conv(
+    y, final_state = _short_conv(
         x,
         weight,
         silu=silu,
@@ -264,9 +272,9 @@ def rms_norm(
 
     weight ``[D]`` is float32 or has x's dtype; gate has x's shape and dtype.
     """
-    return torch.ops.efla.rms_norm(x, weight, eps, gate)
+    return _rms_norm(x, weight, eps, gate)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``; both have one shape and dtype."""
-    return torch.ops.efla.swiglu(gate, up)
+    return _swiglu(gate, up)

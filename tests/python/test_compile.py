@@ -3,7 +3,9 @@
 import efla
 import pytest
 import torch
+import torch._dynamo.testing
 from cases import RULES_AND_DECAY, differentiable, inputs
+from functorch.compile import aot_function, make_boxed_func
 from torch.library import opcheck
 
 E = torch.ops.efla
@@ -252,14 +254,8 @@ def test_compiled_step_updates_the_state_in_place(backend):
 def test_the_graph_holds_the_internal_operators_only():
     graphs = []
 
-    def keep(graph, _):
+    def compiler(graph, _):
         graphs.append(graph)
-        return graph
-
-    from functorch.compile import aot_function, make_boxed_func
-
-    def compiler(graph, example):
-        keep(graph, example)
         return make_boxed_func(graph.forward)
 
     case = differentiable(inputs(tokens=5))

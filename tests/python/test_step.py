@@ -3,7 +3,7 @@
 import efla
 import pytest
 import torch
-from cases import RULES_AND_DECAY, TOLERANCE, inputs, differentiable
+from cases import RULES_AND_DECAY, TOLERANCE, inputs
 from reference import delta_rule, relative_error
 
 
@@ -181,7 +181,6 @@ def test_gradients_are_refused_and_not_silently_dropped():
 
 
 def test_autograd_notices_the_change_of_state():
-    case = differentiable(inputs(tokens=1))
     state = inputs(tokens=1)["initial_state"]
     version = state._version
     product = (state * torch.ones(1, requires_grad=True)).sum()  # saves state
@@ -193,7 +192,6 @@ def test_autograd_notices_the_change_of_state():
     with torch.inference_mode():
         efla.step_(**token, state=torch.zeros_like(state))
         efla.step_(**token, state=state)
-    assert case["q"].grad is None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
