@@ -146,7 +146,10 @@ def test_gradcheck_of_the_layer_operators():
 
     assert torch.autograd.gradcheck(conv, (x, weight, state))
     norm, gate = leaf(3, dtype=d), leaf(1, 7, 3, dtype=d)
-    assert torch.autograd.gradcheck(lambda *a: efla.rms_norm(a[0], a[1], 1e-3, a[2]), (x, norm, gate))
+    def normed(x, norm, gate):
+        return efla.rms_norm(x, norm, 1e-3, gate)
+
+    assert torch.autograd.gradcheck(normed, (x, norm, gate))
     assert torch.autograd.gradcheck(efla.swiglu, (x, gate))
 
 
@@ -159,7 +162,8 @@ def test_meta_tensors():
         o, final = op(**leaves, output_final_state=True)
         assert o.is_meta and o.shape == (2, 19, 4, 6) and final.shape == (2, 4, 8, 6)
         (o.sum() + final.sum()).backward()
-        assert all(leaves[n].grad.is_meta and leaves[n].grad.shape == leaves[n].shape for n in leaves)
+        for leaf_tensor in leaves.values():
+            assert leaf_tensor.grad.is_meta and leaf_tensor.grad.shape == leaf_tensor.shape
     state = case.pop("initial_state")
     token = {k: t[:, 0] for k, t in case.items()}
     assert efla.step_(**token, state=state).shape == (2, 4, 6)
@@ -187,7 +191,9 @@ def block_inputs(tokens=13, seed=0):
     return differentiable(case)
 
 
-@pytest.mark.parametrize("backend,dynamic", [("aot_eager", False), ("aot_eager", True), ("inductor", False)])
+@pytest.mark.parametrize(
+    "backend,dynamic", [("aot_eager", False), ("aot_eager", True), ("inductor", False)]
+)
 def test_compile_forward_and_backward(backend, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=dynamic)

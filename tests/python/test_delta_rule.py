@@ -1,4 +1,4 @@
-"""efla.chunk, efla.recurrent: values and gradients against a float64 recurrence, and their promises."""
+"""efla.chunk, efla.recurrent: values and gradients against a float64 recurrence; their promises."""
 
 import efla
 import pytest

@@ -34,7 +34,10 @@ BAD = [
     (dict(beta=X(2, 19, 2).bfloat16()), "beta must be float32 or have the dtype of q"),
     (dict(beta=X(2, 19, 2, dtype=torch.int64)), "beta must be float32"),
     (dict(log_decay=X(2, 19, 3)), "log_decay must have shape"),
-    (dict(initial_state=X(1, 2, 8, 6)), r"initial_state must have shape \[N, HV, K, V\] = \[2, 2, 8, 6\]"),
+    (
+        dict(initial_state=X(1, 2, 8, 6)),
+        r"initial_state must have shape \[N, HV, K, V\] = \[2, 2, 8, 6\]",
+    ),
     (dict(initial_state=X(2, 2, 8, 6).bfloat16()), "initial_state must be Float"),
     (dict(rule="heun"), 'unknown rule "heun"; rules are linear, euler, rk2, rk4, exact, exact_log'),
     (dict(rule="rk2"), 'rule "rk2" has no form with log_decay'),
