@@ -120,6 +120,7 @@ class Bench {
     const std::vector<at::Tensor> leaves = {in.q, in.k, in.v, in.beta};
     for (const at::Tensor& t : leaves) t.requires_grad_(true);
     const auto run = [&](const at::Tensor& grad) {
+      const at::AutoGradMode with_grad(true);
       const at::Tensor o = std::get<0>(ops::chunk(in.q, in.k, in.v, in.beta));
       return torch::autograd::grad({o}, leaves, {grad});
     };
@@ -127,7 +128,6 @@ class Bench {
     at::Tensor grad = torch::zeros_like(in.v);
     slice(grad, tokens, heads).copy_(torch::randn({1, tokens, heads, c.dim}));
     const auto actual = run(grad);
-    torch::NoGradGuard no_grad;
     const ReferenceGradients expected = reference_backward(reference_problem(in, tokens, heads),
                                                            values(slice(grad, tokens, heads)));
     double error = 0;
@@ -138,10 +138,7 @@ class Bench {
           std::max(error, relative_error(values(slice(actual[i], tokens, heads)), *references[i]));
     require(error, 1e-4, "forward+backward");
     const at::Tensor full = torch::randn_like(in.v);
-    add_gemm_row("forward+backward", c, error, 4, [&] {
-      const at::AutoGradMode with_grad(true);
-      run(full);
-    });
+    add_gemm_row("forward+backward", c, error, 4, [&] { run(full); });
   }
 
   void step(int64_t sequences) {
