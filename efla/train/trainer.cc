@@ -53,6 +53,7 @@ class Trainer {
   bool out_of_time() const;
   StepReport update(int64_t step);
   void count_skip(const StepReport& report);
+  std::string status() const;
   void show(const StepReport& report);
   void evaluate_if_due(bool last);
   void save();
@@ -211,15 +212,25 @@ void Trainer::count_skip(const StepReport& report) {
                    report.step, report.loss, report.gradient_norm, first_bad_tensor_));
 }
 
+// "loss 3.2101, held out 3.4000, 12.3k tokens/s"
+std::string Trainer::status() const {
+  std::string text;
+  const auto add = [&text](const std::string& part) { text += (text.empty() ? "" : ", ") + part; };
+  if (!log_->train_losses().empty()) {
+    add(fmt::format("loss {:.4f}", log_->train_losses().back().second));
+  }
+  if (!log_->valid_losses().empty()) {
+    add(fmt::format("held out {:.4f}", log_->valid_losses().back().second));
+  }
+  if (state_.skipped_steps > 0) add(fmt::format("{} skipped", state_.skipped_steps));
+  if (rate_ > 0) add(format_count(rate_) + " tokens/s");
+  return text;
+}
+
 void Trainer::show(const StepReport& report) {
   const double rate = static_cast<double>(report.tokens) / report.seconds;
   rate_ = rate_ == 0 ? rate : 0.9 * rate_ + 0.1 * rate;
-  std::string text = fmt::format("loss {:.4f}", report.loss);
-  if (!log_->valid_losses().empty()) {
-    text += fmt::format(", held out {:.4f}", log_->valid_losses().back().second);
-  }
-  if (state_.skipped_steps > 0) text += fmt::format(", {} skipped", state_.skipped_steps);
-  progress_->update(report.step, text + fmt::format(", {} tokens/s", format_count(rate_)));
+  progress_->update(report.step, status());
 }
 
 // Held-out loss before the first update, every eval_interval updates and after the last; not again
@@ -240,6 +251,7 @@ void Trainer::evaluate_if_due(bool last) {
       loss->whole ? fmt::format(", {:.4f} bits per byte", loss->bits_per_byte()) : "";
   progress_->message(fmt::format("step {}: held-out loss {:.4f} nats per token{}", state_.step,
                                  loss->per_token(), bits));
+  progress_->update(state_.step, status());
 }
 
 void Trainer::save() {
