@@ -155,18 +155,18 @@ class Bench {
     // Working set of the copy = of the step: half the state copied onto the other half.
     const at::Tensor half = torch::randn({2, state.numel() / 2});
     const at::Tensor from = half[0], to = half[1];
-    constexpr int kInner = 50;
+    const int64_t inner = std::max<int64_t>(1, 48 / sequences);  // a round of about a millisecond
     const Paired time = measure_paired(
         [&] {
-          for (int i = 0; i < kInner; ++i) run();
+          for (int64_t i = 0; i < inner; ++i) run();
         },
         [&] {
-          for (int i = 0; i < kInner; ++i) to.copy_(from);
+          for (int64_t i = 0; i < inner; ++i) to.copy_(from);
         },
-        rounds_ * 5);
+        rounds_ * 20);
     Row row{"step", shape_text(c), time, error, 0, 0, "GB/s"};
-    row.time.operation /= kInner;
-    row.time.yardstick /= kInner;
+    row.time.operation /= double(inner);
+    row.time.yardstick /= double(inner);
     const double copied = double(state.nbytes());
     row.rate = 2 * copied / row.time.operation / 1e9;
     row.yard_rate = copied / row.time.yardstick / 1e9;
