@@ -3,8 +3,11 @@
 # One call per room or test program; both apply the project's warnings and include path.
 
 add_library(efla_warnings INTERFACE)
-target_compile_options(efla_warnings INTERFACE -Wall -Wextra -Wno-unused-parameter
-                       $<$<BOOL:${EFLA_WERROR}>:-Werror>)
+target_compile_options(
+  efla_warnings
+  INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wno-unused-parameter>"
+            "$<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${EFLA_WERROR}>>:-Werror>"
+            "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${EFLA_WERROR}>>:-Werror=all-warnings>")
 
 # The libtorch headers, precompiled once and reused by every torch room.
 function(efla_use_torch target)

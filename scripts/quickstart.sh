@@ -19,6 +19,7 @@ if [ ! -f $data/tokenizer.model ]; then
   say "Training a tokenizer of 2,048 pieces on the four training novels (5 seconds)"
   efla tokenizer train --input $data/train/*.txt --vocab-size 2048 --output $data/tokenizer.model
 fi
+mkdir -p $data/shards
 for split in train valid test; do
   if [ ! -d $data/shards/$split ]; then
     efla data prepare --input $data/$split/*.txt --tokenizer $data/tokenizer.model --output $data/shards/$split
@@ -27,3 +28,14 @@ done
 
 say "Training (about 4 minutes on 2 cores; Ctrl-C saves, running this again resumes)"
 efla train configs/quickstart.toml
+
+say "Measuring on Northanger Abbey, which neither the model nor the tokenizer has seen"
+efla eval --model $run --data $data/shards/test --metric stateful
+novel=$data/test/northanger-abbey.txt
+printf 'xz -9e on the same text: %s bits per byte\n' \
+  "$(echo "$(xz -9e -c $novel | wc -c) $(wc -c <$novel)" | awk '{printf "%.3f", 8 * $1 / $2}')"
+
+say "A sample of 200 tokens"
+efla generate --model $run --prompt "It was a truth" --max-tokens 200 --temperature 0.8 --top-p 0.95 --seed 7 --echo
+
+say "The loss curve is $run/loss.png, the model $run; try: . scripts/env.sh && efla generate --model $run --prompt 'Dear Sir'"

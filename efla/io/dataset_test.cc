@@ -1,5 +1,7 @@
 #include "efla/io/dataset.h"
 
+#include <fmt/format.h>
+
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -29,8 +31,7 @@ void write_shards(const fs::path& folder, const std::vector<std::vector<int32_t>
                   const std::string& tokenizer = "tok") {
   fs::create_directories(folder);
   for (size_t i = 0; i < documents.size(); i += per_shard) {
-    char name[16];
-    std::snprintf(name, sizeof(name), "%05zu.tok", i / per_shard);
+    const std::string name = fmt::format("{:05}.tok", i / per_shard);
     ShardWriter writer(folder / name, vocab_size, tokenizer);
     for (size_t j = i; j < std::min(documents.size(), i + per_shard); ++j) {
       writer.append_document(documents[j], static_cast<int64_t>(3 * documents[j].size()),
@@ -85,7 +86,9 @@ void check_batch(const Batch& batch, int64_t length) {
     count += last ? 0 : 1;
     const bool starts_here = at % length == 0 || document_of(ids[i - 1]) != document;
     ASSERT_EQ(boundaries.count(at), starts_here ? 1u : 0u) << "position " << at;
-    if (!starts_here) ASSERT_EQ(ids[i], ids[i - 1] + 1);
+    if (!starts_here) {
+      ASSERT_EQ(ids[i], ids[i - 1] + 1);
+    }
   }
   ASSERT_EQ(batch.target_count, count);
 }

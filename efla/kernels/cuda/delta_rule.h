@@ -1,0 +1,42 @@
+// The delta-rule family on NVIDIA GPUs, for every step rule. The structs are those of params.h with
+// every pointer in device memory, cu_seqlens and state_indices included: nothing here waits for the
+// device, so all of it can be captured in a CUDA graph. Storage types: float, bfloat16, half;
+// arithmetic and states are float.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "efla/kernels/params.h"
+
+namespace efla::cuda {
+
+/// Bytes that chunk_forward needs as workspace (256-byte aligned); looks at the sizes only.
+int64_t chunk_forward_workspace(const Problem& problem);
+
+/// Chunkwise forward for K <= 256. params.checkpoints is not supported (must be null). float inputs
+/// are multiplied as TF32 x 3, relative error about 1e-6; bfloat16 and half on tensor cores with
+/// float accumulation. Returns the launch's error; cudaErrorInvalidValue for a dtype or a size it
+/// does not have.
+cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream);
+
+/// Bytes that chunk_backward needs as workspace.
+int64_t chunk_backward_workspace(const Problem& problem);
+
+/// Chunkwise backward for K <= 256; recomputes what it needs from the inputs (params.checkpoints is
+/// not used). grad_v is required, the other gradients may be null.
+cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream);
+
+/// Token by token over whole sequences. params.checkpoints is not supported (must be null).
+/// Returns the launch's error; cudaErrorInvalidValue for a dtype or a size it does not have.
+cudaError_t recurrent_forward(const ForwardParams& params, cudaStream_t stream);
+
+/// In-place step on a pool of states, any T. A row whose state index lies outside [0, P) is
+/// padding: its o is 0 and no state is touched.
+cudaError_t step(const StepParams& params, cudaStream_t stream);
+
+/// Zeroes the rows of a packed batch that belong to no sequence in x [B, T, heads, dim] (nothing to
+/// do when dense); element_size is 2 or 4 bytes. The functions above call it.
+cudaError_t zero_slack(const Problem& problem, const MutableView& x, int64_t heads, int64_t dim,
+                       int64_t element_size, cudaStream_t stream);
+
+}  // namespace efla::cuda

@@ -1,0 +1,299 @@
+// The CUDA kernels against the float64 reference on the same rounded inputs, every output poisoned
+// with NaN first. Needs a GPU (label gpu).
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "efla/flow/reference.h"
+#include "efla/kernels/cuda/delta_rule.h"
+
+namespace efla::cuda {
+namespace {
+
+#define CUDA_OK(call) ASSERT_EQ((call), cudaSuccess) << cudaGetErrorString(cudaGetLastError())
+
+struct Case {
+  std::string name;
+  int64_t batch, tokens, heads, value_heads, key_dim, value_dim;
+  Rule rule = Rule::kExact;
+  bool decay = false, l2norm = false, initial = true;
+  std::vector<int64_t> cu_seqlens = {};
+  double log_norm_spread = 1.0;  // key norms are e^uniform(-spread, spread)
+  double slack = 1.0;  // on 16-bit tolerances, where few numbers do not average their roundings
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+
+std::vector<Case> cases() {
+  std::vector<Case> all = {
+      {"One", 1, 1, 1, 1, 64, 64, Rule::kExact, false, false, true, {}, 1.0, 4.0},
+      {"Short", 2, 5, 2, 2, 64, 64},
+      {"PartChunk", 1, 63, 1, 1, 128, 128},
+      {"OneChunk", 1, 64, 2, 2, 128, 128},
+      {"OneMore", 1, 65, 2, 2, 128, 128},
+      {"Long", 1, 700, 2, 2, 128, 128},
+      {"NoState", 1, 130, 1, 1, 128, 64, Rule::kExact, false, false, false},
+      {"Grouped", 2, 130, 2, 6, 64, 64},
+      {"OddSizes", 2, 70, 2, 2, 60, 100},
+      {"Tiny", 2, 70, 1, 2, 7, 3, Rule::kExact, false, false, true, {}, 1.0, 2.0},
+      {"ManyTiles", 50, 70, 2, 2, 64, 100},
+      {"WideKey", 1, 200, 1, 1, 256, 128},
+      {"WideValue", 1, 100, 1, 1, 128, 512},
+      {"Head32", 1, 200, 2, 2, 32, 32},
+      {"Head96", 1, 200, 2, 2, 96, 96},
+      {"L2Norm", 1, 200, 2, 2, 128, 128, Rule::kExact, false, true},
+      {"Packed",
+       1,
+       300,
+       2,
+       2,
+       64,
+       64,
+       Rule::kExact,
+       false,
+       false,
+       true,
+       {0, 0, 15, 100, 100, 229, 290, 290}},
+      {"PackedDecay",
+       1,
+       300,
+       2,
+       4,
+       128,
+       64,
+       Rule::kExactLog,
+       true,
+       false,
+       true,
+       {3, 64, 128, 128, 300}},
+      {"Norms", 1, 256, 1, 1, 128, 128, Rule::kExact, false, false, true, {}, 6.0},
+  };
+  const std::pair<const char*, Rule> rules[] = {
+      {"Linear", Rule::kLinear}, {"Euler", Rule::kEuler}, {"Rk2", Rule::kRk2},
+      {"Rk4", Rule::kRk4},       {"Exact", Rule::kExact}, {"ExactLog", Rule::kExactLog}};
+  for (const auto& [name, rule] : rules) {
+    const bool rk = rule == Rule::kRk2 || rule == Rule::kRk4;
+    all.push_back({std::string("Rule") + name, 1, 150, 2, 2, 64, 64, rule, false, true});
+    if (!rk)
+      all.push_back({std::string("RuleDecay") + name, 1, 150, 2, 2, 64, 64, rule, true, true});
+  }
+  return all;
+}
+
+template <typename T>
+std::vector<T> rounded(std::vector<double>& x) {
+  std::vector<T> y(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    y[i] = T(static_cast<float>(x[i]));
+    x[i] = static_cast<double>(static_cast<float>(y[i]));
+  }
+  return y;
+}
+
+// Device memory that holds a copy of a vector, or NaN bytes.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(const std::vector<T>& host) : size_(host.size()) {
+    cudaMalloc(&data_, size_ * sizeof(T) + 16);
+    cudaMemcpy(data_, host.data(), size_ * sizeof(T), cudaMemcpyHostToDevice);
+  }
+  explicit Buffer(size_t size) : size_(size) {
+    cudaMalloc(&data_, size_ * sizeof(T) + 16);
+    cudaMemset(data_, 0xff, size_ * sizeof(T));  // NaN in every float type
+  }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { cudaFree(data_); }
+  T* data() { return data_; }
+  std::vector<T> host() const {
+    std::vector<T> out(size_);
+    cudaMemcpy(out.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost);
+    return out;
+  }
+
+ private:
+  size_t size_;
+  T* data_ = nullptr;
+};
+
+template <typename T>
+double relative_rms(const std::vector<T>& x, const std::vector<double>& reference) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < reference.size(); ++i) {
+    const double d = static_cast<double>(static_cast<float>(x[i])) - reference[i];
+    error += d * d;
+    norm += reference[i] * reference[i];
+  }
+  return std::sqrt(error / (norm + 1e-30));
+}
+
+template <typename T>
+struct Setup {
+  ReferenceProblem reference;
+  Problem problem;
+  std::vector<T> q, k, v;
+  std::vector<float> beta, log_decay, state;
+  std::unique_ptr<Buffer<T>> dq, dk, dv;
+  std::unique_ptr<Buffer<float>> dbeta, ddecay, dstate;
+  std::unique_ptr<Buffer<int64_t>> dcu;
+};
+
+template <typename T>
+constexpr DType dtype_of() {
+  if (std::is_same_v<T, float>) return DType::kFloat32;
+  return std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+}
+
+template <typename T>
+void make(const Case& c, Setup<T>& s) {
+  std::mt19937 rng(7);
+  std::normal_distribution<double> normal;
+  std::uniform_real_distribution<double> uniform;
+  auto& r = s.reference;
+  r.batch = c.batch, r.tokens = c.tokens, r.heads = c.heads, r.value_heads = c.value_heads;
+  r.key_dim = c.key_dim, r.value_dim = c.value_dim, r.rule = c.rule;
+  r.qk_l2norm = c.l2norm, r.scale = 1 / std::sqrt(double(c.key_dim)), r.cu_seqlens = c.cu_seqlens;
+  const auto fill = [&](std::vector<double>& x, int64_t n) {
+    x.resize(n);
+    for (auto& e : x) e = normal(rng);
+  };
+  const int64_t rows = c.batch * c.tokens;
+  fill(r.q, rows * c.heads * c.key_dim);
+  fill(r.k, rows * c.heads * c.key_dim);
+  for (int64_t i = 0; i < rows * c.heads; ++i) {
+    const double target = std::exp(c.log_norm_spread * (2 * uniform(rng) - 1));
+    for (int64_t d = 0; d < c.key_dim; ++d) r.k[i * c.key_dim + d] *= target / std::sqrt(c.key_dim);
+  }
+  fill(r.v, rows * c.value_heads * c.value_dim);
+  r.beta.resize(rows * c.value_heads);
+  for (auto& e : r.beta) e = uniform(rng);
+  if (c.decay) {
+    r.log_decay.resize(rows * c.value_heads);
+    for (auto& e : r.log_decay) e = -0.3 * uniform(rng);
+  }
+  if (c.initial) fill(r.initial_state, r.sequences() * c.value_heads * c.key_dim * c.value_dim);
+  s.q = rounded<T>(r.q), s.k = rounded<T>(r.k), s.v = rounded<T>(r.v);
+  s.beta = rounded<float>(r.beta), s.log_decay = rounded<float>(r.log_decay);
+  s.state = rounded<float>(r.initial_state);
+  s.dq = std::make_unique<Buffer<T>>(s.q), s.dk = std::make_unique<Buffer<T>>(s.k);
+  s.dv = std::make_unique<Buffer<T>>(s.v), s.dbeta = std::make_unique<Buffer<float>>(s.beta);
+  s.ddecay = std::make_unique<Buffer<float>>(s.log_decay);
+  s.dstate = std::make_unique<Buffer<float>>(s.state);
+  s.dcu = std::make_unique<Buffer<int64_t>>(c.cu_seqlens);
+
+  Problem& p = s.problem;
+  p.shape = {c.batch, c.tokens, c.heads, c.value_heads, c.key_dim, c.value_dim, r.sequences()};
+  p.dtype = dtype_of<T>(), p.rule = c.rule, p.scale = r.scale, p.qk_l2norm = c.l2norm;
+  const auto view = [&](const void* data, int64_t heads, int64_t dim) {
+    return View{data, c.tokens * heads * dim, heads * dim, dim};
+  };
+  p.q = view(s.dq->data(), c.heads, c.key_dim), p.k = view(s.dk->data(), c.heads, c.key_dim);
+  p.v = view(s.dv->data(), c.value_heads, c.value_dim);
+  p.beta = view(s.dbeta->data(), c.value_heads, 1);
+  if (c.decay) p.log_decay = view(s.ddecay->data(), c.value_heads, 1);
+  if (c.initial) p.initial_state = s.dstate->data();
+  if (!c.cu_seqlens.empty()) p.cu_seqlens = s.dcu->data();
+}
+
+enum class Kernel { kRecurrent, kChunk };
+
+template <typename T>
+void check(const Case& c, Kernel kernel, double tolerance) {
+  if (sizeof(T) == 2) tolerance *= c.slack;
+  Setup<T> s;
+  make(c, s);
+  const ReferenceResult expected = reference_forward(s.reference);
+  Buffer<T> o(expected.o.size());
+  Buffer<float> final_state(expected.final_state.size());
+  ForwardParams params;
+  params.problem = s.problem;
+  params.o = {o.data(), c.tokens * c.value_heads * c.value_dim, c.value_heads * c.value_dim,
+              c.value_dim};
+  params.final_state = final_state.data();
+  if (kernel == Kernel::kChunk) {
+    Buffer<unsigned char> workspace(chunk_forward_workspace(s.problem));
+    CUDA_OK(chunk_forward(params, workspace.data(), nullptr));
+    CUDA_OK(cudaDeviceSynchronize());
+  } else {
+    CUDA_OK(recurrent_forward(params, nullptr));
+    CUDA_OK(cudaDeviceSynchronize());
+  }
+  EXPECT_LE(relative_rms(o.host(), expected.o), tolerance) << "o";
+  EXPECT_LE(relative_rms(final_state.host(), expected.final_state), tolerance) << "final state";
+}
+
+template <typename T>
+void check_backward(const Case& c, double tolerance) {
+  if (sizeof(T) == 2) tolerance *= c.slack;
+  Setup<T> s;
+  make(c, s);
+  std::mt19937 rng(11);
+  std::normal_distribution<double> normal;
+  const ReferenceProblem& r = s.reference;
+  std::vector<double> grad_o(r.batch * r.tokens * r.value_heads * r.value_dim);
+  std::vector<double> grad_state(r.sequences() * r.value_heads * r.key_dim * r.value_dim);
+  for (auto& e : grad_o) e = normal(rng);
+  for (auto& e : grad_state) e = normal(rng);
+  const auto host_grad_o = rounded<T>(grad_o);
+  const auto host_grad_state = rounded<float>(grad_state);
+  const ReferenceGradients expected = reference_backward(r, grad_o, grad_state);
+
+  Buffer<T> device_grad_o(host_grad_o), q(r.q.size()), k(r.k.size()), v(r.v.size());
+  Buffer<float> device_grad_state(host_grad_state), beta(r.beta.size()), decay(r.beta.size()),
+      state(grad_state.size());
+  const auto view = [&](void* data, int64_t heads, int64_t dim) {
+    return MutableView{data, c.tokens * heads * dim, heads * dim, dim};
+  };
+  BackwardParams params;
+  params.problem = s.problem;
+  params.grad_o = {device_grad_o.data(), c.tokens * c.value_heads * c.value_dim,
+                   c.value_heads * c.value_dim, c.value_dim};
+  params.grad_final_state = device_grad_state.data();
+  params.grad_q = view(q.data(), c.heads, c.key_dim);
+  params.grad_k = view(k.data(), c.heads, c.key_dim);
+  params.grad_v = view(v.data(), c.value_heads, c.value_dim);
+  params.grad_beta = view(beta.data(), c.value_heads, 1);
+  if (c.decay) params.grad_log_decay = view(decay.data(), c.value_heads, 1);
+  params.grad_initial_state = state.data();
+  Buffer<unsigned char> workspace(chunk_backward_workspace(s.problem));
+  CUDA_OK(chunk_backward(params, workspace.data(), nullptr));
+  CUDA_OK(cudaDeviceSynchronize());
+  EXPECT_LE(relative_rms(q.host(), expected.q), tolerance) << "q";
+  EXPECT_LE(relative_rms(k.host(), expected.k), tolerance) << "k";
+  EXPECT_LE(relative_rms(v.host(), expected.v), tolerance) << "v";
+  EXPECT_LE(relative_rms(beta.host(), expected.beta), tolerance) << "beta";
+  if (c.decay) EXPECT_LE(relative_rms(decay.host(), expected.log_decay), tolerance) << "log_decay";
+  EXPECT_LE(relative_rms(state.host(), expected.initial_state), tolerance) << "initial state";
+}
+
+class DeltaRule : public testing::TestWithParam<Case> {
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+      GTEST_SKIP() << "no CUDA device here";
+    }
+  }
+};
+
+TEST_P(DeltaRule, RecurrentFloat) { check<float>(GetParam(), Kernel::kRecurrent, 1e-5); }
+TEST_P(DeltaRule, RecurrentBFloat16) { check<__nv_bfloat16>(GetParam(), Kernel::kRecurrent, 4e-3); }
+TEST_P(DeltaRule, RecurrentHalf) { check<__half>(GetParam(), Kernel::kRecurrent, 1e-3); }
+TEST_P(DeltaRule, ChunkFloat) { check<float>(GetParam(), Kernel::kChunk, 1e-5); }
+TEST_P(DeltaRule, ChunkBFloat16) { check<__nv_bfloat16>(GetParam(), Kernel::kChunk, 4e-3); }
+TEST_P(DeltaRule, ChunkHalf) { check<__half>(GetParam(), Kernel::kChunk, 2e-3); }
+TEST_P(DeltaRule, BackwardFloat) { check_backward<float>(GetParam(), 2e-5); }
+TEST_P(DeltaRule, BackwardBFloat16) { check_backward<__nv_bfloat16>(GetParam(), 6e-3); }
+TEST_P(DeltaRule, BackwardHalf) { check_backward<__half>(GetParam(), 3e-3); }
+
+INSTANTIATE_TEST_SUITE_P(Cases, DeltaRule, testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace efla::cuda

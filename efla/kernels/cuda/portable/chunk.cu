@@ -1,0 +1,203 @@
+// Host side of the portable chunk kernels: workspace layout, alignment, dispatch over types, and
+// the two small kernels that finish the gradients of grouped heads.
+
+#include "efla/kernels/cuda/delta_rule.h"
+#include "efla/kernels/cuda/portable/chunk_launch.cuh"
+
+namespace efla::cuda {
+namespace {
+
+// The widest tile of V that a scan writes.
+constexpr int64_t kColumnPad = kScanColumns<8>;
+
+int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Hands out consecutive parts of a workspace, each on a 256-byte boundary. With a null base it only
+// counts.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(static_cast<unsigned char*>(base)) {}
+  void* take(int64_t bytes) {
+    void* part = base_ ? base_ + used_ : nullptr;
+    used_ += (bytes + 255) / 256 * 256;
+    return part;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  unsigned char* base_;
+  int64_t used_ = 0;
+};
+
+// Whether every row of the view starts on a 16-byte boundary and holds whole 16-byte pieces.
+bool reads_vectors(const View& x, int64_t columns, int64_t size) {
+  const int64_t per = 16 / size;
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && columns % per == 0 &&
+         x.batch % per == 0 && x.token % per == 0 && x.head % per == 0;
+}
+
+ChunkArgs make_args(const Problem& p, Arena& arena) {
+  const Shape& s = p.shape;
+  const int64_t size = element_size(p.dtype);
+  const int c =
+      p.dtype == DType::kFloat32 ? chunk_tokens<float>(s.key_dim) : chunk_tokens<__half>(s.key_dim);
+  const int64_t places =
+      chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, c) * s.value_heads;
+  ChunkArgs a{};
+  a.q = p.q, a.k = p.k, a.v = p.v, a.beta = p.beta, a.log_decay = p.log_decay;
+  a.initial_state = static_cast<const float*>(p.initial_state);
+  a.cu_seqlens = p.cu_seqlens;
+  a.sequences = s.sequences;
+  a.tokens = s.tokens;
+  a.heads = static_cast<int>(s.heads);
+  a.value_heads = static_cast<int>(s.value_heads);
+  a.key_dim = static_cast<int>(s.key_dim);
+  a.value_dim = static_cast<int>(s.value_dim);
+  a.scale = static_cast<float>(p.scale);
+  a.rule = p.rule;
+  a.qk_l2norm = p.qk_l2norm;
+  a.vector_q = reads_vectors(p.q, s.key_dim, size);
+  a.vector_k = reads_vectors(p.k, s.key_dim, size);
+  a.vector_v = reads_vectors(p.v, s.value_dim, size);
+  a.inverse = arena.take(places * c * c * size);
+  a.scores = arena.take(places * c * c * size);
+  a.scalars = static_cast<float*>(arena.take(places * kScalarRows * c * 4));
+  a.columns = (s.value_dim + kColumnPad - 1) / kColumnPad * kColumnPad;
+  return a;
+}
+
+// The backward's own workspaces. Grouped heads get float parts of dq and dk per value head.
+void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, void*& parts_q, void*& parts_k) {
+  const Shape& s = p.shape;
+  const int64_t size = element_size(p.dtype), key_dim = padded_key_dim(s.key_dim);
+  const int c =
+      p.dtype == DType::kFloat32 ? chunk_tokens<float>(s.key_dim) : chunk_tokens<__half>(s.key_dim);
+  const int64_t places =
+      chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, c) * s.value_heads;
+  a.states = arena.take(places * a.columns * key_dim * size);
+  a.grad_states = arena.take(places * a.columns * key_dim * size);
+  a.u = arena.take(places * c * a.columns * size);
+  a.grad_r = arena.take(places * c * a.columns * size);
+  const int64_t parts = s.value_heads > s.heads ? s.batch * s.tokens * s.value_heads * s.key_dim *
+                                                      int64_t{sizeof(float)}
+                                                : 0;
+  parts_q = arena.take(parts);
+  parts_k = arena.take(parts);
+}
+
+cudaError_t dispatch(DType dtype, const ChunkArgs& a, bool backward, cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return chunk_typed<float>(a, backward, stream);
+    case DType::kBFloat16:
+      return chunk_typed<__nv_bfloat16>(a, backward, stream);
+    case DType::kFloat16:
+      return chunk_typed<__half>(a, backward, stream);
+    case DType::kFloat64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+// grad[b, t, h, :] = sum of the parts of the value heads that read head h, in a fixed order.
+template <typename T>
+__global__ void sum_group_kernel(const float* parts, MutableView grad, int64_t rows, int64_t tokens,
+                                 int heads, int group, int key_dim) {
+  const int64_t count = rows * heads * key_dim;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t row = i / (heads * key_dim);
+    const int h = static_cast<int>(i / key_dim % heads), c = static_cast<int>(i % key_dim);
+    float sum = 0.f;
+    for (int r = 0; r < group; ++r) {
+      sum += parts[((row * heads + h) * group + r) * key_dim + c];
+    }
+    static_cast<T*>(
+        grad.data)[row / tokens * grad.batch + row % tokens * grad.token + h * grad.head + c] =
+        T(sum);
+  }
+}
+
+cudaError_t sum_group(const Problem& p, const void* parts, const MutableView& grad,
+                      cudaStream_t stream) {
+  const Shape& s = p.shape;
+  if (!grad.data || s.batch * s.tokens * s.heads * s.key_dim == 0) return cudaSuccess;
+  const auto run = [&](auto* kernel) {
+    kernel<<<1024, 256, 0, stream>>>(static_cast<const float*>(parts), grad, s.batch * s.tokens,
+                                     s.tokens, static_cast<int>(s.heads),
+                                     static_cast<int>(s.value_heads / s.heads),
+                                     static_cast<int>(s.key_dim));
+    return cudaGetLastError();
+  };
+  if (p.dtype == DType::kFloat32) return run(sum_group_kernel<float>);
+  if (p.dtype == DType::kFloat16) return run(sum_group_kernel<__half>);
+  return run(sum_group_kernel<__nv_bfloat16>);
+}
+
+}  // namespace
+
+int64_t chunk_forward_workspace(const Problem& problem) {
+  Arena arena(nullptr);
+  make_args(problem, arena);
+  return arena.used();
+}
+
+int64_t chunk_backward_workspace(const Problem& problem) {
+  Arena arena(nullptr);
+  ChunkArgs a = make_args(problem, arena);
+  void *parts_q, *parts_k;
+  add_backward(problem, arena, a, parts_q, parts_k);
+  return arena.used();
+}
+
+cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream) {
+  const Problem& p = params.problem;
+  if (params.checkpoints || p.dtype == DType::kFloat64) return cudaErrorInvalidValue;
+  Arena arena(workspace);
+  ChunkArgs a = make_args(p, arena);
+  a.o = params.o;
+  a.final_state = static_cast<float*>(params.final_state);
+  if (auto e = zero_slack(p, params.o, p.shape.value_heads, p.shape.value_dim,
+                          element_size(p.dtype), stream)) {
+    return e;
+  }
+  return dispatch(p.dtype, a, false, stream);
+}
+
+cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  const Problem& p = params.problem;
+  const Shape& s = p.shape;
+  if (p.dtype == DType::kFloat64 || !params.grad_v.data) return cudaErrorInvalidValue;
+  Arena arena(workspace);
+  ChunkArgs a = make_args(p, arena);
+  void *parts_q, *parts_k;
+  add_backward(p, arena, a, parts_q, parts_k);
+  const int64_t size = element_size(p.dtype);
+  a.grad_o = params.grad_o;
+  a.vector_grad_o = reads_vectors(params.grad_o, s.value_dim, size);
+  a.grad_final_state = static_cast<const float*>(params.grad_final_state);
+  a.grad_initial_state = static_cast<float*>(params.grad_initial_state);
+  a.grad_q = params.grad_q, a.grad_k = params.grad_k, a.grad_v = params.grad_v;
+  a.grad_beta = params.grad_beta, a.grad_log_decay = params.grad_log_decay;
+  const bool grouped = s.value_heads > s.heads;
+  if (grouped) {
+    const int64_t row = s.value_heads * s.key_dim;
+    a.grad_q = {parts_q, s.tokens * row, row, s.key_dim};
+    a.grad_k = {parts_k, s.tokens * row, row, s.key_dim};
+  }
+  if (auto e = dispatch(p.dtype, a, true, stream)) return e;
+  if (grouped) {
+    if (auto e = sum_group(p, parts_q, params.grad_q, stream)) return e;
+    if (auto e = sum_group(p, parts_k, params.grad_k, stream)) return e;
+  }
+  const auto zero = [&](const MutableView& view, int64_t heads, int64_t dim, int64_t bytes) {
+    return view.data ? zero_slack(p, view, heads, dim, bytes, stream) : cudaSuccess;
+  };
+  if (auto e = zero(params.grad_q, s.heads, s.key_dim, size)) return e;
+  if (auto e = zero(params.grad_k, s.heads, s.key_dim, size)) return e;
+  if (auto e = zero(params.grad_v, s.value_heads, s.value_dim, size)) return e;
+  if (auto e = zero(params.grad_beta, s.value_heads, 1, 4)) return e;
+  return zero(params.grad_log_decay, s.value_heads, 1, 4);
+}
+
+}  // namespace efla::cuda

@@ -1,0 +1,156 @@
+// The part of a chunk that needs no state, one block per (chunk, value head), one warp per 16 rows:
+//
+//   L_hat_ti = e_hat_t D_ti (k_hat_t . k_hat_i), i < t        A_hat = (I + L_hat)^-1
+//   P_hat_ti = scale D_ti (q_t . k_hat_i), i <= t
+//
+// and the scalars of ScalarRow. D_ti = exp(G_t - G_i) is formed from the difference. With
+// normalised keys every entry of A_hat is at most 1 in size, whatever the key norms.
+#pragma once
+
+#include "efla/kernels/cuda/portable/chunk_scalars.cuh"
+
+namespace efla::cuda {
+
+template <typename T, int kK, int kC>
+struct PrepareShared {
+  struct Tiles {
+    T k[kC * (kK + kTilePad)];
+    T q[kC * (kK + kTilePad)];
+  };
+  struct Triangles {
+    float lower[kC][kC + 1];    // L_hat; its upper right blocks serve as scratch of the inverse
+    float inverse[kC][kC + 1];  // A_hat
+  };
+  union {  // the triangles take the tiles' place once the products are made
+    Tiles tiles;
+    Triangles triangles;
+  };
+  TokenScalars<kC> scalars;
+};
+
+// Inverts the unit lower triangle I + lower: diagonal blocks of 16 by substitution, one thread per
+// column, then pairs of blocks, [A11 0; -A22 L21 A11 A22].
+template <int kC>
+__device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1]) {
+  for (int i = threadIdx.x; i < kC * kC; i += blockDim.x) inverse[i / kC][i % kC] = 0.f;
+  __syncthreads();
+  if (threadIdx.x < kC) {
+    const int base = threadIdx.x / 16 * 16, column = threadIdx.x % 16;
+    float x[16];
+#pragma unroll
+    for (int r = 0; r < 16; ++r) {
+      x[r] = r == column ? 1.f : 0.f;
+#pragma unroll
+      for (int i = 0; i < r; ++i) x[r] -= lower[base + r][base + i] * x[i];
+      inverse[base + r][base + column] = x[r];
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int half = 16; half < kC; half *= 2) {
+    const int count = kC / (2 * half) * half * half;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+      const int base = i / (half * half) * 2 * half, r = i / half % half, c = i % half;
+      float sum = 0.f;
+      for (int j = c; j < half; ++j)
+        sum += lower[base + half + r][base + j] * inverse[base + j][base + c];
+      lower[base + r][base + half + c] = sum;  // L21 A11
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+      const int base = i / (half * half) * 2 * half, r = i / half % half, c = i % half;
+      float sum = 0.f;
+      for (int j = 0; j <= r; ++j)
+        sum += inverse[base + half + r][base + half + j] * lower[base + j][base + half + c];
+      inverse[base + half + r][base + c] = -sum;
+    }
+    __syncthreads();
+  }
+}
+
+// The rows of ScalarRow, from the tokens' scalars.
+template <int kC>
+__device__ void write_scalar_rows(const TokenScalars<kC>& s, float* rows) {
+  const int t = threadIdx.x;
+  if (t >= kC) return;
+  const float gamma = expf(s.cumulative[t]);
+  rows[kEraseIn * kC + t] = s.erase[t] * s.norm[t] * s.key_scale[t] * gamma;
+  rows[kWrite * kC + t] = s.write[t] * s.norm[t];
+  rows[kQueryGate * kC + t] = s.query[t] * gamma;
+  rows[kKeyOut * kC + t] = expf(s.total - s.cumulative[t]) * s.inverse_norm[t];
+  if (t == 0) rows[kChunkGate * kC] = expf(s.total);
+}
+
+template <typename T, int kK, int kC>
+__global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a) {
+  constexpr int kPitch = kK + kTilePad;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  auto& s = *reinterpret_cast<PrepareShared<T, kK, kC>*>(shared_bytes);
+
+  const int64_t slot = blockIdx.x / a.value_heads;
+  const int hv = blockIdx.x % a.value_heads, hk = hv / (a.value_heads / a.heads);
+  const Chunk chunk = locate(a, slot, kC);
+  if (chunk.sequence < 0) return;
+
+  load_tile<kC, kK>(s.tiles.k, kPitch, element<T>(a.k, chunk.row, chunk.begin, hk), a.k.token,
+                    chunk.tokens, a.key_dim, a.vector_k);
+  load_tile<kC, kK>(s.tiles.q, kPitch, element<T>(a.q, chunk.row, chunk.begin, hk), a.q.token,
+                    chunk.tokens, a.key_dim, a.vector_q);
+  commit_copies();
+  wait_copies<0>();
+  __syncthreads();
+  const int64_t place = slot * a.value_heads + hv;
+  const TokenScalars<kC>& x = s.scalars;
+  make_scalars<T, kK, kC>(a, chunk, hv, s.tiles.k, s.tiles.q, s.scalars);
+  write_scalar_rows(x, a.scalars + place * kScalarRows * kC);
+
+  const int lane = threadIdx.x % 32, m0 = threadIdx.x / 32 * 16;
+  float kk[kC / 8][4] = {}, qk[kC / 8][4] = {};
+#pragma unroll
+  for (int k0 = 0; k0 < kK; k0 += 16) {
+    const auto ak = load_a(s.tiles.k, kPitch, m0, k0);
+    const auto aq = load_a(s.tiles.q, kPitch, m0, k0);
+#pragma unroll
+    for (int n = 0; n < kC / 16; ++n) {
+      if (n * 16 > m0) continue;  // above the diagonal
+      BFragment<T> b[2];
+      load_b_transposed(b, s.tiles.k, kPitch, k0, n * 16);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        mma<T>(kk[2 * n + j], ak, b[j]);
+        mma<T>(qk[2 * n + j], aq, b[j]);
+      }
+    }
+  }
+
+  __syncthreads();
+  auto& triangles = s.triangles;
+  T* scores = static_cast<T*>(a.scores) + place * kC * kC;
+#pragma unroll
+  for (int n = 0; n < kC / 8; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int t = m0 + lane / 4 + 8 * half;
+      float p[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int i = n * 8 + lane % 4 * 2 + j;
+        const float key =
+            i <= t ? expf(x.cumulative[t] - x.cumulative[i]) * x.inverse_norm[i] : 0.f;
+        p[j] = x.query[t] * qk[n][2 * half + j] * key;
+        triangles.lower[t][i] =
+            i < t ? x.erase[t] * x.norm[t] * x.key_scale[t] * kk[n][2 * half + j] * key : 0.f;
+      }
+      store_pair(scores + t * kC + n * 8 + lane % 4 * 2, p[0], p[1]);
+    }
+  }
+  __syncthreads();
+  invert<kC>(triangles.lower, triangles.inverse);
+  T* inverse = static_cast<T*>(a.inverse) + place * kC * kC;
+  for (int i = 2 * threadIdx.x; i < kC * kC; i += 2 * blockDim.x) {
+    store_pair(inverse + i, triangles.inverse[i / kC][i % kC],
+               triangles.inverse[i / kC][i % kC + 1]);
+  }
+}
+
+}  // namespace efla::cuda

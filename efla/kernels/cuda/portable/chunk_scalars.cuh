@@ -1,0 +1,83 @@
+// Norms, step coefficients and the cumulative gate of one chunk's tokens.
+#pragma once
+
+#include "efla/kernels/cuda/portable/chunk_common.cuh"
+
+namespace efla::cuda {
+
+// The keys are used as k_hat = inverse_norm * k (k as stored). Any positive scale would do in its
+// place (docs/kernels.md, "Normalised keys"), so a zero key takes 1.
+template <int kC>
+struct TokenScalars {
+  float beta[kC];
+  float log_decay[kC];
+  float lambda[kC];        // |k|^2 after the optional l2 normalisation
+  float key_scale[kC];     // 1 / |k| of the optional l2 normalisation, else 1
+  float inverse_norm[kC];  // k_hat / k
+  float norm[kC];          // |k| after the optional l2 normalisation (1 for a zero key)
+  float query[kC];         // scale, times 1 / |q| of the optional l2 normalisation
+  float erase[kC];         // e
+  float write[kC];         // w
+  float log_gate[kC];
+  float cumulative[kC];  // G, inclusive
+  float total;           // G_C
+};
+
+// Fills `s` from the tiles k and q [kC, kK]. Called by a whole block of at least kC threads.
+template <typename T, int kK, int kC>
+__device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, const T* k, const T* q,
+                             TokenScalars<kC>& s) {
+  constexpr int kPitch = kK + kTilePad;
+  const int lane = threadIdx.x % 32;
+  for (int r = threadIdx.x / 32; r < kC; r += blockDim.x / 32) {
+    float kk = 0.f, qq = 0.f;
+#pragma unroll
+    for (int c = lane; c < kK; c += 32) {
+      const float kx = static_cast<float>(k[r * kPitch + c]);
+      const float qx = static_cast<float>(q[r * kPitch + c]);
+      kk += kx * kx;
+      qq += qx * qx;
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      kk += __shfl_xor_sync(0xffffffffu, kk, offset);
+      qq += __shfl_xor_sync(0xffffffffu, qq, offset);
+    }
+    if (lane == 0) {
+      s.key_scale[r] = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
+      s.query[r] = a.scale * (a.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.f);
+      s.lambda[r] = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
+      s.norm[r] = kk > 0.f ? sqrtf(s.lambda[r]) : 1.f;
+      s.inverse_norm[r] = kk > 0.f ? rsqrtf(kk) : s.key_scale[r];
+    }
+  }
+  __syncthreads();
+  const int t = threadIdx.x;
+  if (t < kC) {
+    StepCoefficients<float> c{0.f, 0.f, 0.f};
+    float beta = 0.f, log_decay = 0.f;
+    if (t < chunk.tokens) {
+      const bool has_decay = a.log_decay.data != nullptr;
+      beta = *element<float>(a.beta, chunk.row, chunk.begin + t, hv);
+      if (has_decay) log_decay = *element<float>(a.log_decay, chunk.row, chunk.begin + t, hv);
+      c = step_coefficients(a.rule, beta, s.lambda[t], has_decay, log_decay);
+    }
+    s.beta[t] = beta;
+    s.log_decay[t] = log_decay;
+    s.erase[t] = c.erase;
+    s.write[t] = c.write;
+    s.log_gate[t] = c.log_gate;
+  }
+  __syncthreads();
+  if (t < kC) {
+    float cumulative = 0.f;
+    for (int i = 0; i < kC; ++i) {
+      if (i <= t) cumulative += s.log_gate[i];
+    }
+    s.cumulative[t] = cumulative;
+    if (t == kC - 1) s.total = cumulative;
+  }
+  __syncthreads();
+}
+
+}  // namespace efla::cuda

@@ -1,0 +1,302 @@
+// The recurrence token by token, and with T = 1 the decode step: bound by one read and one write of
+// the state.
+//
+// One block of kWarps warps owns a tile of state columns [K, kVec * 8] in registers for the whole
+// sequence. Lane l of warp w holds columns kVec * (l % 8) .. and rows i * 4 kWarps + 4 w + l / 8,
+// so a warp reads four row segments of 128 bytes at a time (kVec = 4). Per token one pass makes the
+// partial sums of S^T k, S^T q, k.k, k.q and q.q; one exchange through shared memory finishes them;
+// then, with gamma = e^g and u = w v - gamma e S^T k (docs/mathematics.md, "One step in one pass"),
+//
+//   S <- gamma S + k u^T ,     o = scale (gamma S_old^T q + (k.q) u) .
+//
+// kRows * 4 kWarps >= K; rows beyond K are zero.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "efla/kernels/cuda/delta_rule.h"
+
+namespace efla::cuda {
+namespace {
+
+constexpr int kColumnLanes = 8;
+constexpr int kRowLanes = 32 / kColumnLanes;  // rows that a warp reads at a time
+constexpr int kMaxKeyDim = 512;
+constexpr float kL2Eps = 1e-6f;
+
+// Everything the kernel reads, by value.
+struct Args {
+  View q, k, v, beta, log_decay;
+  MutableView o;
+  const float* state_in;         // null: zero
+  float* state_out;              // null: not wanted
+  const int64_t* state_indices;  // null: row b
+  int64_t pool_size;
+  const int64_t* cu_seqlens;  // null: dense
+  int64_t tokens;
+  int heads, value_heads, key_dim, value_dim;
+  int column_tiles;
+  float scale;
+  Rule rule;
+  bool qk_l2norm;
+};
+
+template <typename T>
+__device__ __forceinline__ float to_float(T x) {
+  return static_cast<float>(x);
+}
+
+template <typename T>
+__device__ __forceinline__ const T* at(const View& view, int64_t b, int64_t t, int64_t h) {
+  return static_cast<const T*>(view.data) + b * view.batch + t * view.token + h * view.head;
+}
+
+// What one token brings, loaded one token ahead.
+template <int kRows, int kVec>
+struct Token {
+  float k[kRows];
+  float q[kRows];
+  float v[kVec];
+  float beta;
+  float log_decay;
+};
+
+template <typename T, int kRows, int kVec, int kRowStride, bool kExact>
+__device__ __forceinline__ void load_token(const Args& a, int64_t b, int64_t t, int hv, int row0,
+                                           int column0, Token<kRows, kVec>& token) {
+  const int hk = hv / (a.value_heads / a.heads);
+  const T* k = at<T>(a.k, b, t, hk);
+  const T* q = at<T>(a.q, b, t, hk);
+  const T* v = at<T>(a.v, b, t, hv);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = row0 + i * kRowStride;
+    token.k[i] = kExact || row < a.key_dim ? to_float(k[row]) : 0.f;
+    token.q[i] = kExact || row < a.key_dim ? to_float(q[row]) : 0.f;
+  }
+#pragma unroll
+  for (int c = 0; c < kVec; ++c) {
+    token.v[c] = kExact || column0 + c < a.value_dim ? to_float(v[column0 + c]) : 0.f;
+  }
+  token.beta = *at<float>(a.beta, b, t, hv);
+  token.log_decay = a.log_decay.data ? *at<float>(a.log_decay, b, t, hv) : 0.f;
+}
+
+template <int kVec>
+__device__ __forceinline__ void load_state(const float* row, int column0, int value_dim,
+                                           float (&s)[kVec]) {
+  if constexpr (kVec == 4) {
+    if (column0 < value_dim) {
+      const float4 x = *reinterpret_cast<const float4*>(row + column0);
+      s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
+    }
+  } else {
+    if (column0 < value_dim) s[0] = row[column0];
+  }
+}
+
+template <int kVec>
+__device__ __forceinline__ void store_state(float* row, int column0, int value_dim,
+                                            const float (&s)[kVec]) {
+  if (column0 >= value_dim) return;
+  if constexpr (kVec == 4) {
+    *reinterpret_cast<float4*>(row + column0) = make_float4(s[0], s[1], s[2], s[3]);
+  } else {
+    row[column0] = s[0];
+  }
+}
+
+template <typename T, int kRows, int kWarps, int kVec, bool kExact>
+__global__ void __launch_bounds__(kWarps * 32) recurrent_kernel(const Args a) {
+  constexpr int kRowStride = kWarps * kRowLanes;
+  constexpr int kSums = 2 * kVec + 3;  // S^T k and S^T q per column, then k.k, k.q, q.q
+  // Two buffers, so that one barrier per token is enough.
+  __shared__ float exchange[2][kWarps][kColumnLanes][kSums];
+
+  const int64_t sequence = blockIdx.x / (a.value_heads * a.column_tiles);
+  const int hv = (blockIdx.x / a.column_tiles) % a.value_heads;
+  const int tile = blockIdx.x % a.column_tiles;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int column_lane = lane % kColumnLanes;
+  const int row0 = warp * kRowLanes + lane / kColumnLanes;
+  const int column0 = (tile * kColumnLanes + column_lane) * kVec;
+
+  const int64_t b = a.cu_seqlens ? 0 : sequence;
+  const int64_t begin = a.cu_seqlens ? a.cu_seqlens[sequence] : 0;
+  const int64_t end = a.cu_seqlens ? a.cu_seqlens[sequence + 1] : a.tokens;
+  const int64_t slot = a.state_indices ? a.state_indices[sequence] : sequence;
+  const bool padding = a.state_indices && (slot < 0 || slot >= a.pool_size);
+  const int64_t state_offset = (slot * a.value_heads + hv) * a.key_dim * int64_t{a.value_dim};
+
+  float s[kRows][kVec] = {};
+  if (a.state_in && !padding) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = row0 + i * kRowStride;
+      if (kExact || row < a.key_dim) {
+        load_state<kVec>(a.state_in + state_offset + int64_t{row} * a.value_dim, column0,
+                         a.value_dim, s[i]);
+      }
+    }
+  }
+
+  Token<kRows, kVec> next;
+  if (begin < end)
+    load_token<T, kRows, kVec, kRowStride, kExact>(a, b, begin, hv, row0, column0, next);
+  for (int64_t t = begin; t < end; ++t) {
+    const Token<kRows, kVec> now = next;
+    if (t + 1 < end)
+      load_token<T, kRows, kVec, kRowStride, kExact>(a, b, t + 1, hv, row0, column0, next);
+
+    float sum[kSums] = {};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) {
+        sum[c] += s[i][c] * now.k[i];
+        sum[kVec + c] += s[i][c] * now.q[i];
+      }
+      sum[2 * kVec] += now.k[i] * now.k[i];
+      sum[2 * kVec + 1] += now.k[i] * now.q[i];
+      sum[2 * kVec + 2] += now.q[i] * now.q[i];
+    }
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) {
+      sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 8);
+      sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 16);
+    }
+    auto& buffer = exchange[(t - begin) & 1];
+    if (lane < kColumnLanes) {
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) buffer[warp][column_lane][j] = sum[j];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) {
+      sum[j] = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum[j] += buffer[w][column_lane][j];
+    }
+
+    const float k_norm = a.qk_l2norm ? rsqrtf(sum[2 * kVec] + kL2Eps) : 1.f;
+    const float q_norm = (a.qk_l2norm ? rsqrtf(sum[2 * kVec + 2] + kL2Eps) : 1.f) * a.scale;
+    const float lambda = sum[2 * kVec] * k_norm * k_norm;
+    const auto c =
+        step_coefficients(a.rule, now.beta, lambda, a.log_decay.data != nullptr, now.log_decay);
+    const float gamma = expf(c.log_gate);
+    const float kq = sum[2 * kVec + 1] * k_norm * q_norm;
+
+    float out[kVec], u[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      u[j] = c.write * now.v[j] - gamma * c.erase * (sum[j] * k_norm);
+      out[j] = gamma * (sum[kVec + j] * q_norm) + kq * u[j];
+      u[j] *= k_norm;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) s[i][j] = gamma * s[i][j] + now.k[i] * u[j];
+    }
+    if (row0 == 0) {
+      T* o = static_cast<T*>(a.o.data) + b * a.o.batch + t * a.o.token + hv * a.o.head;
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        if (column0 + j < a.value_dim) o[column0 + j] = T(padding ? 0.f : out[j]);
+      }
+    }
+  }
+
+  if (a.state_out && !padding) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = row0 + i * kRowStride;
+      if (kExact || row < a.key_dim) {
+        store_state<kVec>(a.state_out + state_offset + int64_t{row} * a.value_dim, column0,
+                          a.value_dim, s[i]);
+      }
+    }
+  }
+}
+
+template <typename T, int kVec>
+cudaError_t launch(const Args& a, int64_t sequences, cudaStream_t stream) {
+  const int64_t blocks = sequences * a.value_heads * a.column_tiles;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX || a.key_dim > kMaxKeyDim) return cudaErrorInvalidValue;
+  const auto grid = static_cast<unsigned>(blocks);
+  // Decoding's usual sizes, without a bound to check.
+  const bool exact = kVec == 4 && a.value_dim % (kVec * kColumnLanes) == 0;
+  if (exact && a.key_dim == 64) {
+    recurrent_kernel<T, 4, 4, kVec, true><<<grid, 128, 0, stream>>>(a);
+  } else if (exact && a.key_dim == 128) {
+    recurrent_kernel<T, 8, 4, kVec, true><<<grid, 128, 0, stream>>>(a);
+  } else if (a.key_dim <= 128) {
+    recurrent_kernel<T, 8, 4, kVec, false><<<grid, 128, 0, stream>>>(a);
+  } else if (a.key_dim <= 256) {
+    recurrent_kernel<T, 8, 8, kVec, false><<<grid, 256, 0, stream>>>(a);
+  } else {
+    recurrent_kernel<T, 16, 8, kVec, false><<<grid, 256, 0, stream>>>(a);
+  }
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t run(Args a, int64_t sequences, cudaStream_t stream) {
+  const bool vector = a.value_dim % 4 == 0 && reinterpret_cast<uintptr_t>(a.state_in) % 16 == 0 &&
+                      reinterpret_cast<uintptr_t>(a.state_out) % 16 == 0;
+  const int columns = kColumnLanes * (vector ? 4 : 1);
+  a.column_tiles = (a.value_dim + columns - 1) / columns;
+  return vector ? launch<T, 4>(a, sequences, stream) : launch<T, 1>(a, sequences, stream);
+}
+
+cudaError_t dispatch(const Problem& p, Args a, cudaStream_t stream) {
+  a.q = p.q, a.k = p.k, a.v = p.v, a.beta = p.beta, a.log_decay = p.log_decay;
+  a.tokens = p.shape.tokens;
+  a.heads = static_cast<int>(p.shape.heads);
+  a.value_heads = static_cast<int>(p.shape.value_heads);
+  a.key_dim = static_cast<int>(p.shape.key_dim);
+  a.value_dim = static_cast<int>(p.shape.value_dim);
+  a.scale = static_cast<float>(p.scale);
+  a.rule = p.rule;
+  a.qk_l2norm = p.qk_l2norm;
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return run<float>(a, p.shape.sequences, stream);
+    case DType::kBFloat16:
+      return run<__nv_bfloat16>(a, p.shape.sequences, stream);
+    case DType::kFloat16:
+      return run<__half>(a, p.shape.sequences, stream);
+    case DType::kFloat64:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t recurrent_forward(const ForwardParams& params, cudaStream_t stream) {
+  if (params.checkpoints) return cudaErrorInvalidValue;
+  Args a{};
+  a.o = params.o;
+  a.state_in = static_cast<const float*>(params.problem.initial_state);
+  a.state_out = static_cast<float*>(params.final_state);
+  a.cu_seqlens = params.problem.cu_seqlens;
+  const Problem& p = params.problem;
+  if (auto e = zero_slack(p, params.o, p.shape.value_heads, p.shape.value_dim,
+                          p.dtype == DType::kFloat32 ? 4 : 2, stream)) {
+    return e;
+  }
+  return dispatch(params.problem, a, stream);
+}
+
+cudaError_t step(const StepParams& params, cudaStream_t stream) {
+  Args a{};
+  a.o = params.o;
+  a.state_in = a.state_out = static_cast<float*>(params.state);
+  a.state_indices = params.state_indices;
+  a.pool_size = params.pool_size;
+  return dispatch(params.problem, a, stream);
+}
+
+}  // namespace efla::cuda
