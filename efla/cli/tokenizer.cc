@@ -1,5 +1,4 @@
 // efla tokenizer train|encode|decode.
-#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -34,7 +33,6 @@ void run_train(TrainArguments arguments) {
   }
   refuse_overwrite(arguments.output, arguments.force);
   if (output.has_parent_path()) make_folder(output.parent_path());
-  arguments.training.threads = at::get_num_threads();
   const std::string prefix = (output.parent_path() / output.stem()).string();
   const fs::path written = train_sentencepiece(arguments.inputs, prefix, arguments.training);
   const auto tokenizer = Tokenizer::load(written.string());

@@ -81,12 +81,12 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
     }
     if (state_ == State::kMetadata) {
       if (header_.metadata.count(value) != 0) return fail("names metadata \"" + value + "\" twice");
+    } else if (value != "dtype" && value != "shape" && value != "data_offsets") {
+      return tensor_fail("has an unknown field \"" + value + "\"");
     } else if (value == "dtype"   ? dtype_.has_value()
                : value == "shape" ? shape_.has_value()
                                   : offsets_.has_value()) {
       return tensor_fail("has the field \"" + value + "\" twice");
-    } else if (value != "dtype" && value != "shape" && value != "data_offsets") {
-      return tensor_fail("has an unknown field \"" + value + "\"");
     }
     key_ = std::move(value);
     return true;

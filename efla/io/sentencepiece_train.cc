@@ -2,7 +2,6 @@
 #include <sentencepiece_trainer.h>
 
 #include <algorithm>
-#include <thread>
 #include <unordered_map>
 
 #include "efla/io/atomic_file.h"
@@ -73,7 +72,6 @@ class LineIterator : public sentencepiece::SentenceIterator {
 };
 
 std::unordered_map<std::string, std::string> trainer_arguments(const TokenizerTraining& options) {
-  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   return {{"model_type", options.model_type},
           {"vocab_size", std::to_string(options.vocab_size)},
           {"character_coverage", std::to_string(options.character_coverage)},
@@ -92,7 +90,8 @@ std::unordered_map<std::string, std::string> trainer_arguments(const TokenizerTr
           {"max_sentence_length", std::to_string(kMaxSentenceBytes + 4)},
           {"input_sentence_size", std::to_string(options.max_sentences)},
           {"shuffle_input_sentence", "true"},
-          {"num_threads", std::to_string(options.threads > 0 ? options.threads : cores)},
+          // A constant: the model records it, and the same text must give the same model anywhere.
+          {"num_threads", "8"},
           {"minloglevel", "4"}};
 }
 

@@ -83,7 +83,6 @@ struct TokenizerTraining {
   int64_t max_sentences =
       2'000'000;  ///< a random sample (fixed seed) of the lines beyond this; 0: all
   uint64_t seed = 42;
-  int threads = 0;  ///< 0: all cores
 };
 
 /// Trains a SentencePiece model on the text of `inputs` (plain text, .gz or .xz) and writes

@@ -99,11 +99,10 @@ TEST(TokenizerTraining, SameInputSameModel) {
   TokenizerTraining options;
   options.vocab_size = 600;
   options.character_coverage = 1.0;
-  options.threads = 1;  // the models do not depend on the number of threads either
   const auto path = train_sentencepiece({(trained().folder / "text").string()},
                                         (folder / "again").string(), options);
   EXPECT_EQ(path, folder / "again.model");
-  EXPECT_EQ(slurp(path), slurp(trained().bpe));
+  EXPECT_TRUE(slurp(path) == slurp(trained().bpe)) << "the two models differ";
   EXPECT_EQ(Tokenizer::load(path)->fingerprint(), Tokenizer::load(trained().bpe)->fingerprint());
 }
 
