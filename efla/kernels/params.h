@@ -1,6 +1,8 @@
 // Plain-pointer parameters of every kernel: shapes, strides, units. No torch type appears here, so
 // the same structs serve the CPU kernels, the CUDA kernels and any embedder.
 //
+// Every pointer is in the memory of the device that runs the kernel.
+//
 // Strides count elements, not bytes; all offsets are 64-bit. The last dimension of every tensor is
 // contiguous (stride 1), the others are free. Views are null-able where a comment says so.
 #pragma once
@@ -59,7 +61,7 @@ struct Problem {
 
   const void* initial_state = nullptr;  // [N, HV, K, V] contiguous, arithmetic type; null: zero
 
-  // Packed sequences: offsets [N + 1] into T (host memory), non-decreasing, first >= 0, last <= T.
+  // Packed sequences: offsets [N + 1] into T, non-decreasing, first >= 0, last <= T.
   // Null: dense, sequence b is row b. Rows of T outside [offsets[0], offsets[N]) give o = 0.
   const int64_t* cu_seqlens = nullptr;
 };
@@ -106,7 +108,7 @@ struct StepParams {
   MutableView o;          // [B, T, HV, V], storage type
   void* state = nullptr;  // pool [P, HV, K, V] contiguous, arithmetic type; updated in place
   int64_t pool_size = 0;  // P
-  const int64_t* state_indices = nullptr;  // [B], host memory; -1: padding row (o = 0). Null: row b
+  const int64_t* state_indices = nullptr;  // [B]; -1: padding row (o = 0). Null: row b
 };
 
 /// Tokens between two saved states.

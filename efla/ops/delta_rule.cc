@@ -1,4 +1,4 @@
-// efla::chunk and efla::recurrent: kernels for CPU and Meta behind two internal operators,
+// efla::chunk and efla::recurrent: kernels for CPU, CUDA and Meta behind two internal operators,
 // _delta_rule_forward and _delta_rule_backward, and the autograd function that joins them.
 //
 // The public operators are composite: torch.compile traces through them to the internal pair.
@@ -11,6 +11,7 @@
 #include <string>
 #include <tuple>
 
+#include "efla/ops/cuda_kernels.h"
 #include "efla/ops/delta_rule_arguments.h"
 #include "efla/ops/executor.h"
 #include "efla/ops/tensors.h"
@@ -42,6 +43,10 @@ at::TensorOptions arithmetic_options(const Tensor& q) {
   return q.options().dtype(arithmetic_type(q.scalar_type()));
 }
 
+// The CUDA kernels recompute the states instead. Asked of fake tensors too, which know their
+// device; inside a Meta kernel it is always true, and harmless.
+bool keeps_states(const Tensor& q) { return !q.is_cuda(); }
+
 // Rows of the kept states; the symbolic twin of checkpoint_rows().
 c10::SymInt symbolic_checkpoint_rows(const SymbolicShape& s, const c10::SymInt& sequences,
                                      bool packed) {
@@ -60,17 +65,20 @@ void check_backward(const DeltaRuleArguments& a, const SymbolicShape& s, const c
   if (const Tensor* g = given(grad_final_state)) {
     check_state(a.op, "grad_final_state", *g, "N", n, a, s);
   }
-  check_state(a.op, "states", states, "rows", symbolic_checkpoint_rows(s, n, given(cu_seqlens)), a,
-              s);
+  // [0] where none were kept; fake CUDA tensors arrive here as meta tensors.
+  if (a.q.is_cpu() || states.dim() != 1) {
+    check_state(a.op, "states", states, "rows", symbolic_checkpoint_rows(s, n, given(cu_seqlens)),
+                a, s);
+  }
 }
 
-// --- CPU ---------------------------------------------------------------------------------------
+// --- CPU and CUDA ------------------------------------------------------------------------------
 
-ForwardResult forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                          const OptionalTensor& log_decay, const OptionalTensor& initial_state,
-                          const OptionalTensor& cu_seqlens, c10::string_view rule,
-                          std::optional<double> scale, bool output_final_state, bool qk_l2norm,
-                          bool sequential, bool keep_states) {
+ForwardResult forward_kernel(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                             const OptionalTensor& log_decay, const OptionalTensor& initial_state,
+                             const OptionalTensor& cu_seqlens, c10::string_view rule,
+                             std::optional<double> scale, bool output_final_state, bool qk_l2norm,
+                             bool sequential, bool keep_states) {
   const DeltaRuleArguments a{name_of(sequential), q, k, v, beta, log_decay, rule, scale, qk_l2norm};
   check_sequences(a, check_arguments(a), initial_state, cu_seqlens);
   ForwardParams params;
@@ -104,17 +112,21 @@ ForwardResult forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v, con
   params.o = mutable_view_of(o);
   if (output_final_state) params.final_state = final_state.mutable_data_ptr();
   if (keep_states) params.checkpoints = states.mutable_data_ptr();
-  const Executor executor = torch_executor();
-  sequential ? cpu::recurrent_forward(params, executor) : cpu::chunk_forward(params, executor);
+  if (q.is_cuda()) {
+    cuda_forward(a, params, sequential);
+  } else {
+    const Executor executor = torch_executor();
+    sequential ? cpu::recurrent_forward(params, executor) : cpu::chunk_forward(params, executor);
+  }
   return {as_dtype(o, q.scalar_type()), final_state, states};
 }
 
-Gradients backward_cpu(const Tensor& grad_o, const OptionalTensor& grad_final_state,
-                       const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                       const OptionalTensor& log_decay, const OptionalTensor& initial_state,
-                       const OptionalTensor& cu_seqlens, const Tensor& states,
-                       c10::string_view rule, std::optional<double> scale, bool qk_l2norm,
-                       std::array<bool, kGradients> wanted) {
+Gradients backward_kernel(const Tensor& grad_o, const OptionalTensor& grad_final_state,
+                          const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                          const OptionalTensor& log_decay, const OptionalTensor& initial_state,
+                          const OptionalTensor& cu_seqlens, const Tensor& states,
+                          c10::string_view rule, std::optional<double> scale, bool qk_l2norm,
+                          std::array<bool, kGradients> wanted) {
   const DeltaRuleArguments a{
       "efla::chunk backward", q, k, v, beta, log_decay, rule, scale, qk_l2norm};
   const SymbolicShape shape = check_arguments(a);
@@ -161,7 +173,7 @@ Gradients backward_cpu(const Tensor& grad_o, const OptionalTensor& grad_final_st
     if (wanted[kGradInitialState]) {
       params.grad_initial_state = g[kGradInitialState].mutable_data_ptr();
     }
-    cpu::chunk_backward(params, torch_executor());
+    q.is_cuda() ? cuda_backward(a, params) : cpu::chunk_backward(params, torch_executor());
   }
   const at::ScalarType decay_type = given(log_decay) ? log_decay->scalar_type() : arithmetic;
   return {as_dtype(g[kGradQ], q.scalar_type()),   as_dtype(g[kGradK], q.scalar_type()),
@@ -223,7 +235,7 @@ ForwardResult call_forward(const Tensor& q, const Tensor& k, const Tensor& v, co
                            bool sequential, bool keep_states) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("efla::_delta_rule_forward", "")
-                             .typed<decltype(forward_cpu)>();
+                             .typed<decltype(forward_kernel)>();
   return op.call(q, k, v, beta, log_decay, initial_state, cu_seqlens, rule, scale,
                  output_final_state, qk_l2norm, sequential, keep_states);
 }
@@ -234,7 +246,7 @@ Gradients call_backward(const Tensor& grad_o, const OptionalTensor& grad_final_s
                         std::array<bool, kGradients> wanted) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("efla::_delta_rule_backward", "")
-                             .typed<decltype(backward_cpu)>();
+                             .typed<decltype(backward_kernel)>();
   const auto optional = [](const Tensor& t) {
     return t.defined() ? OptionalTensor(t) : std::nullopt;
   };
@@ -254,7 +266,7 @@ class DeltaRuleFunction : public torch::autograd::Function<DeltaRuleFunction> {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [o, final_state, states] =
         call_forward(q, k, v, beta, log_decay, initial_state, cu_seqlens, rule, scale,
-                     output_final_state, qk_l2norm, sequential, /*keep_states=*/true);
+                     output_final_state, qk_l2norm, sequential, keeps_states(q));
     const auto value = [](const OptionalTensor& t) { return given(t) ? *t : Tensor(); };
     ctx->save_for_backward(
         {q, k, v, beta, value(log_decay), value(initial_state), value(cu_seqlens), states});
@@ -341,9 +353,15 @@ TORCH_LIBRARY_IMPL(efla, CompositeImplicitAutograd, m) {
   m.impl("recurrent", composite<true>);
 }
 TORCH_LIBRARY_IMPL(efla, CPU, m) {
-  m.impl("_delta_rule_forward", forward_cpu);
-  m.impl("_delta_rule_backward", backward_cpu);
+  m.impl("_delta_rule_forward", forward_kernel);
+  m.impl("_delta_rule_backward", backward_kernel);
 }
+#ifdef EFLA_CUDA
+TORCH_LIBRARY_IMPL(efla, CUDA, m) {
+  m.impl("_delta_rule_forward", forward_kernel);
+  m.impl("_delta_rule_backward", backward_kernel);
+}
+#endif
 TORCH_LIBRARY_IMPL(efla, Meta, m) {
   m.impl("_delta_rule_forward", forward_meta);
   m.impl("_delta_rule_backward", backward_meta);

@@ -152,7 +152,8 @@ MutableView mutable_view_of(const at::Tensor& t, bool has_token_axis) {
 
 void prepare_problem(const DeltaRuleArguments& a, const std::optional<at::Tensor>& initial_state,
                      const std::optional<at::Tensor>& cu_seqlens, PreparedProblem& out) {
-  const at::ScalarType storage = storage_type(a.q.scalar_type());
+  const bool cuda = a.q.is_cuda();
+  const at::ScalarType storage = cuda ? a.q.scalar_type() : storage_type(a.q.scalar_type());
   const at::ScalarType arithmetic = arithmetic_type(a.q.scalar_type());
   const bool axis = a.has_token_axis;
   const int64_t head_axis = axis ? 2 : 1;
@@ -185,9 +186,14 @@ void prepare_problem(const DeltaRuleArguments& a, const std::optional<at::Tensor
   p.qk_l2norm = a.qk_l2norm;
 
   if (const at::Tensor* offsets = given(cu_seqlens)) {
-    out.offsets = read_offsets(a.op, *offsets, p.shape.tokens);
-    p.cu_seqlens = out.offsets.data();
-    p.shape.sequences = static_cast<int64_t>(out.offsets.size()) - 1;
+    if (cuda) {
+      out.device_offsets = contiguous(*offsets, at::kLong);
+      p.cu_seqlens = out.device_offsets.const_data_ptr<int64_t>();
+    } else {
+      out.offsets = read_offsets(a.op, *offsets, p.shape.tokens);
+      p.cu_seqlens = out.offsets.data();
+    }
+    p.shape.sequences = offsets->size(0) - 1;
   }
   if (const at::Tensor* state = given(initial_state)) {
     out.initial_state = contiguous(*state, arithmetic);

@@ -54,15 +54,17 @@ void check_state(const char* op, const char* name, const at::Tensor& state, cons
 struct PreparedProblem {
   Problem problem;
   at::Tensor q, k, v, beta, log_decay, initial_state;
-  std::vector<int64_t> offsets;
+  std::vector<int64_t> offsets;  // cu_seqlens on the CPU,
+  at::Tensor device_offsets;     // or on a GPU
 
   bool packed() const { return problem.cu_seqlens != nullptr; }
   /// True if no token of any sequence exists, so that there is nothing to run.
   bool empty() const { return problem.shape.tokens == 0 || problem.shape.sequences == 0; }
 };
 
-/// Fills `out` (in place: the problem points into its own vector). The arguments must be checked
-/// and on the CPU; copies only what a kernel cannot read in place.
+/// Fills `out` (in place: the problem points into its own vector). The arguments must be checked;
+/// copies only what a kernel cannot read in place. On a GPU nothing waits for the device, so the
+/// values of cu_seqlens are not checked there.
 void prepare_problem(const DeltaRuleArguments& arguments,
                      const std::optional<at::Tensor>& initial_state,
                      const std::optional<at::Tensor>& cu_seqlens, PreparedProblem& out);

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "efla/kernels/cpu/delta_rule.h"
+#include "efla/ops/cuda_kernels.h"
 #include "efla/ops/delta_rule_arguments.h"
 #include "efla/ops/executor.h"
 #include "efla/ops/tensors.h"
@@ -81,20 +82,30 @@ void check_state_memory(const DeltaRuleArguments& a, const Tensor& state) {
   }
 }
 
-Tensor step_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
-                Tensor& state, const OptionalTensor& log_decay, c10::string_view rule,
-                std::optional<double> scale, const OptionalTensor& state_indices, bool qk_l2norm) {
+Tensor step_kernel(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta,
+                   Tensor& state, const OptionalTensor& log_decay, c10::string_view rule,
+                   std::optional<double> scale, const OptionalTensor& state_indices,
+                   bool qk_l2norm) {
   const bool has_token_axis = q.dim() != 3;
   const DeltaRuleArguments a{kOp, q, k, v, beta, log_decay, rule, scale, qk_l2norm, has_token_axis};
   check_step(a, state, state_indices);
   check_state_memory(a, state);
+  const bool cuda = q.is_cuda();
   std::vector<int64_t> indices;
-  if (const Tensor* t = given(state_indices)) indices = read_indices(*t, state.size(0));
+  Tensor device_indices;  // on a GPU, where their values are not looked at
+  if (const Tensor* t = given(state_indices)) {
+    if (cuda) {
+      device_indices = contiguous(*t, at::kLong);
+    } else {
+      indices = read_indices(*t, state.size(0));
+    }
+  }
 
   PreparedProblem prepared;
   prepare_problem(a, {}, {}, prepared);
   // Not through the dispatcher: an allocation that way costs a third of a small step.
-  Tensor o = at::detail::empty_cpu(v.sizes(), prepared.v.options());
+  Tensor o = cuda ? at::empty(v.sizes(), prepared.v.options())
+                  : at::detail::empty_cpu(v.sizes(), prepared.v.options());
   if (o.numel() == 0) return as_dtype(o, q.scalar_type());
 
   // A state with other strides is updated through a copy; the caller's memory changes all the same.
@@ -104,8 +115,10 @@ Tensor step_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   params.o = mutable_view_of(o, has_token_axis);
   params.state = pool.mutable_data_ptr();
   params.pool_size = pool.size(0);
-  params.state_indices = given(state_indices) ? indices.data() : nullptr;
-  cpu::step(params, torch_executor());
+  if (given(state_indices)) {
+    params.state_indices = cuda ? device_indices.const_data_ptr<int64_t>() : indices.data();
+  }
+  cuda ? cuda_step(a, params) : cpu::step(params, torch_executor());
   if (!pool.is_same(state)) state.copy_(pool);
   return as_dtype(o, q.scalar_type());
 }
@@ -118,11 +131,12 @@ Tensor step_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return at::empty_symint(v.sym_sizes(), v.options());
 }
 
-using StepOperator = c10::TypedOperatorHandle<decltype(step_cpu)>;
+using StepOperator = c10::TypedOperatorHandle<decltype(step_kernel)>;
 
 const StepOperator& step_operator() {
-  static const StepOperator op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("efla::step_", "").typed<decltype(step_cpu)>();
+  static const StepOperator op = c10::Dispatcher::singleton()
+                                     .findSchemaOrThrow("efla::step_", "")
+                                     .typed<decltype(step_kernel)>();
   return op;
 }
 
@@ -166,7 +180,10 @@ Tensor step_inplace(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(efla, CPU, m) { m.impl("step_", step_cpu); }
+TORCH_LIBRARY_IMPL(efla, CPU, m) { m.impl("step_", step_kernel); }
+#ifdef EFLA_CUDA
+TORCH_LIBRARY_IMPL(efla, CUDA, m) { m.impl("step_", step_kernel); }
+#endif
 TORCH_LIBRARY_IMPL(efla, Meta, m) { m.impl("step_", step_meta); }
 TORCH_LIBRARY_IMPL(efla, Autograd, m) { m.impl("step_", step_autograd); }
 TORCH_LIBRARY_IMPL(efla, ADInplaceOrView, m) { m.impl("step_", step_inplace); }

@@ -12,8 +12,13 @@ void check_device(const char* op, const at::Tensor& first, const char* name,
               first.device(), "; all tensors must be on one device (", name, " has shape ",
               tensor.sym_sizes(), ")");
   const auto type = tensor.device().type();
+#ifdef EFLA_CUDA
+  const bool cuda = type == at::kCUDA;
+#else
+  const bool cuda = false;
+#endif
   TORCH_CHECK(
-      type == at::kCPU || type == at::kMeta, op, ": ", name, " is on ", tensor.device(),
+      type == at::kCPU || type == at::kMeta || cuda, op, ": ", name, " is on ", tensor.device(),
       ", but this build of EFLA has no kernels for that device; move the tensors to the CPU");
 }
 

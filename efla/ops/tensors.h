@@ -30,9 +30,10 @@ inline at::ScalarType arithmetic_type(at::ScalarType t) {
   return t == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// `storage` is one of storage_type()'s results.
+/// `storage` is one of storage_type()'s results, or on a GPU any supported dtype.
 inline DType kernel_dtype(at::ScalarType storage) {
   if (storage == at::kDouble) return DType::kFloat64;
+  if (storage == at::kHalf) return DType::kFloat16;
   return storage == at::kBFloat16 ? DType::kBFloat16 : DType::kFloat32;
 }
 
