@@ -22,6 +22,8 @@
 
 #include <cfloat>
 #include <cmath>
+#include <optional>
+#include <string_view>
 
 #if defined(__CUDACC__)
 #define EFLA_HOST_DEVICE __host__ __device__ __forceinline__
@@ -33,6 +35,38 @@ namespace efla {
 
 /// The discretisation of dS/dt = -k k^T S + k v^T over one token of duration beta.
 enum class Rule : int { kLinear = 0, kEuler, kRk2, kRk4, kExact, kExactLog };
+
+inline constexpr Rule kAllRules[] = {Rule::kLinear, Rule::kEuler, Rule::kRk2,
+                                     Rule::kRk4,    Rule::kExact, Rule::kExactLog};
+
+/// The name users write, as in the table above. Host only, like rule_from_name.
+inline const char* rule_name(Rule rule) {
+  switch (rule) {
+    case Rule::kLinear:
+      return "linear";
+    case Rule::kEuler:
+      return "euler";
+    case Rule::kRk2:
+      return "rk2";
+    case Rule::kRk4:
+      return "rk4";
+    case Rule::kExact:
+      return "exact";
+    case Rule::kExactLog:
+      return "exact_log";
+  }
+  return "?";
+}
+
+/// The rule called `name`; none if there is no such rule.
+inline std::optional<Rule> rule_from_name(std::string_view name) {
+  for (const Rule rule : kAllRules)
+    if (name == rule_name(rule)) return rule;
+  return std::nullopt;
+}
+
+/// Whether the rule removes anything from the state: e = 0 for every token otherwise.
+constexpr EFLA_HOST_DEVICE bool erases(Rule rule) { return rule != Rule::kLinear; }
 
 /// The three scalars of one step. log_gate <= 0 for log_decay <= 0; all finite for finite input.
 template <typename T>
@@ -159,14 +193,17 @@ EFLA_HOST_DEVICE FlowSlopes<T> flow_term_slopes(T beta, T rate, T extra) {
   return slopes;
 }
 
-// |k|^2 of a finite key can overflow. Such a token is skipped by the exact rules: a coefficient of
-// 0 keeps the step a contraction, while any other finite stand-in for 1 / |k|^2 would be too large.
+}  // namespace internal
+
+/// |k|^2 of a finite key can overflow. Such a token is skipped by the exact rules: a coefficient of
+/// 0 keeps the step a contraction, while any other finite stand-in for 1 / |k|^2 would be too
+/// large. Kernels also replace the key by zero, so that no product of two such keys turns 0 into
+/// NaN.
 template <typename T>
 EFLA_HOST_DEVICE bool key_overflows(Rule rule, T lambda) {
-  return lambda > largest_finite<T>() && (rule == Rule::kExact || rule == Rule::kExactLog);
+  return lambda > internal::largest_finite<T>() &&
+         (rule == Rule::kExact || rule == Rule::kExactLog);
 }
-
-}  // namespace internal
 
 /// The coefficients of one token. `log_decay` is ignored unless `has_decay`; rk2 and rk4 have no
 /// form with decay and ignore it (callers refuse the combination).
@@ -174,7 +211,7 @@ template <typename T>
 EFLA_HOST_DEVICE StepCoefficients<T> step_coefficients(Rule rule, T beta, T lambda, bool has_decay,
                                                        T log_decay) {
   const T g = has_decay ? log_decay : T(0);
-  if (internal::key_overflows(rule, lambda)) beta = lambda = T(0);
+  if (key_overflows(rule, lambda)) beta = lambda = T(0);
   switch (rule) {
     case Rule::kLinear:
       return {g, T(0), beta};
@@ -211,7 +248,7 @@ EFLA_HOST_DEVICE StepInputGradients<T> step_coefficients_backward(Rule rule, T b
                                                                   bool has_decay, T log_decay,
                                                                   StepCoefficients<T> grad) {
   const T g = has_decay ? log_decay : T(0);
-  if (internal::key_overflows(rule, lambda)) beta = lambda = grad.erase = grad.write = T(0);
+  if (key_overflows(rule, lambda)) beta = lambda = grad.erase = grad.write = T(0);
   const T both = grad.erase + grad.write;
   StepInputGradients<T> out{T(0), T(0), T(0)};
   switch (rule) {

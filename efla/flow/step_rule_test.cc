@@ -222,6 +222,13 @@ RC_GTEST_PROP(StepRuleProperty, DerivativesMatchDifferences, ()) {
   }
 }
 
+TEST(StepRule, NamesGoBothWays) {
+  for (const Rule rule : kAllRules) EXPECT_EQ(rule_from_name(rule_name(rule)), rule);
+  EXPECT_EQ(rule_from_name("exact_log"), Rule::kExactLog);
+  for (const char* unknown : {"", "?", "Exact", "exact "})
+    EXPECT_FALSE(rule_from_name(unknown).has_value()) << unknown;
+}
+
 TEST(StepRule, TableOfRules) {
   const double beta = 0.8, lambda = 3, x = 2.4, g = -0.4, a = std::exp(g);
   const auto expect = [&](Rule rule, bool decay, double gate, double erase, double write) {

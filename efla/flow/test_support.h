@@ -120,25 +120,4 @@ inline ReferenceProblem single_head(Rule rule, int64_t tokens, int64_t key_dim, 
   return p;
 }
 
-inline const char* rule_name(Rule rule) {
-  switch (rule) {
-    case Rule::kLinear:
-      return "linear";
-    case Rule::kEuler:
-      return "euler";
-    case Rule::kRk2:
-      return "rk2";
-    case Rule::kRk4:
-      return "rk4";
-    case Rule::kExact:
-      return "exact";
-    case Rule::kExactLog:
-      return "exact_log";
-  }
-  return "?";
-}
-
-inline constexpr Rule kAllRules[] = {Rule::kLinear, Rule::kEuler, Rule::kRk2,
-                                     Rule::kRk4,    Rule::kExact, Rule::kExactLog};
-
 }  // namespace efla::testing

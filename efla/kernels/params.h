@@ -14,6 +14,11 @@
 
 namespace efla {
 
+/// Largest head dimensions (K and V) and the most tokens of one step: what the kernels have room
+/// for. Callers check them.
+inline constexpr int64_t kMaxHeadDim = 512;
+inline constexpr int64_t kMaxStepTokens = 8;
+
 /// Storage type of q, k, v, o and their gradients. Arithmetic is float for kFloat32, kBFloat16 and
 /// kFloat16, double for kFloat64; the state and the scalars are stored in the arithmetic type.
 enum class DType : int { kFloat32 = 0, kFloat64, kBFloat16, kFloat16 };
@@ -41,8 +46,8 @@ struct Shape {
   int64_t tokens = 0;       // T
   int64_t heads = 0;        // H, heads of q and k
   int64_t value_heads = 0;  // HV, a multiple of H; value head i reads key head i / (HV / H)
-  int64_t key_dim = 0;      // K <= 512
-  int64_t value_dim = 0;    // V <= 512
+  int64_t key_dim = 0;      // K <= kMaxHeadDim
+  int64_t value_dim = 0;    // V <= kMaxHeadDim
   int64_t sequences = 0;    // N: B when dense, the number of packed sequences otherwise
 };
 
@@ -102,8 +107,8 @@ struct BackwardParams {
 
 /// One or a few tokens per sequence against a pool of states, in place (efla.step_).
 struct StepParams {
-  // problem.shape: batch = sequences = number of rows, tokens = T <= 8; initial_state and
-  // cu_seqlens are unused.
+  // problem.shape: batch = sequences = number of rows, tokens = T <= kMaxStepTokens; initial_state
+  // and cu_seqlens are unused.
   Problem problem;
   MutableView o;          // [B, T, HV, V], storage type
   void* state = nullptr;  // pool [P, HV, K, V] contiguous, arithmetic type; updated in place

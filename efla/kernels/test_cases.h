@@ -35,11 +35,6 @@ struct KernelCase {
 /// How GoogleTest names a case in a failure.
 inline void PrintTo(const KernelCase& c, std::ostream* out) { *out << c.name; }
 
-inline const char* rule_name(Rule rule) {
-  constexpr const char* kNames[] = {"linear", "euler", "rk2", "rk4", "exact", "exact_log"};
-  return kNames[static_cast<int>(rule)];
-}
-
 /// Lengths round the chunk and segment sizes, odd and large heads, every rule, grouped value heads,
 /// packed sequences with empty ones and slack rows.
 inline std::vector<KernelCase> kernel_cases() {
@@ -54,8 +49,7 @@ inline std::vector<KernelCase> kernel_cases() {
                      .key_dim = k,
                      .value_dim = v,
                      .decay = k > v});
-  for (Rule rule :
-       {Rule::kLinear, Rule::kEuler, Rule::kRk2, Rule::kRk4, Rule::kExact, Rule::kExactLog}) {
+  for (Rule rule : kAllRules) {
     for (bool decay : {false, true}) {
       if (decay && (rule == Rule::kRk2 || rule == Rule::kRk4)) continue;
       cases.push_back({.name = std::string(rule_name(rule)) + (decay ? "_decay" : ""),

@@ -46,7 +46,7 @@ class ChunkBackward {
         columns_(columns),
         stride_(padded(columns)),
         key_stride_(padded(p.shape.key_dim)),
-        erases_(p.rule != Rule::kLinear),
+        erases_(erases(p.rule)),
         has_decay_(p.log_decay.data != nullptr),
         scale_(static_cast<A>(p.scale)),
         memory_(kChunk * (2 * stride_ + columns + 2 * kChunk + 3 * key_stride_) +

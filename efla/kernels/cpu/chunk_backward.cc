@@ -112,7 +112,7 @@ class SegmentBackward {
     for (int64_t t = 0; t < size; ++t)
       load_row(d, chunk_.coefficients(t).write, at<S>(p.v, span_.row, token + t, head) + first,
                columns_, u + t * stride_);
-    if (p.rule != Rule::kLinear) {
+    if (erases(p.rule)) {
       gemm(d, Part::kAll, size, columns_, key_dim_,
            rows_of(chunk_.minus_erase_rows(), chunk_.stride()), state_.get(), stride_, u, stride_,
            A(1));

@@ -31,7 +31,7 @@ void forward_block(const ForwardParams& params, int64_t n, int64_t head, int64_t
   const Problem& p = params.problem;
   const Shape& s = p.shape;
   const int64_t key_dim = s.key_dim, stride = padded(columns);
-  const bool erases = p.rule != Rule::kLinear;
+  const bool erasing = erases(p.rule);
   const Span span = sequence_span(p, n);
 
   Scratch<A> state_memory(key_dim * stride), value_memory(2 * kChunk * stride);
@@ -57,9 +57,9 @@ void forward_block(const ForwardParams& params, int64_t n, int64_t head, int64_t
     for (int64_t t = 0; t < size; ++t)
       load_row(d, chunk.coefficients(t).write, at<S>(p.v, span.row, token + t, head) + first,
                columns, u + t * stride);
-    gemm(d, Part::kAll, erases ? 2 * size : size, columns, key_dim,
+    gemm(d, Part::kAll, erasing ? 2 * size : size, columns, key_dim,
          rows_of(chunk.state_rows(), chunk.stride()), state, stride, o, stride, A(1));
-    if (erases) solve_lower(d, size, columns, chunk.minus_l(), kChunk, u, stride);
+    if (erasing) solve_lower(d, size, columns, chunk.minus_l(), kChunk, u, stride);
     gemm(d, Part::kLowerLeft, size, columns, size, rows_of(chunk.p(), kChunk), u, stride, o, stride,
          A(1));
     gemm(d, Part::kAll, key_dim, columns, size, columns_of(chunk.tail_keys(), chunk.stride()), u,

@@ -25,8 +25,8 @@ struct ShortConvParams {
 struct ShortConvBackwardParams {
   ShortConvParams forward;      // x, weight, initial_state, cu_seqlens; y, final_state unused
   View grad_y;                  // [B, T, D]
-  MutableView grad_x;           // [B, T, D]
-  void* grad_weight = nullptr;  // [D, W] contiguous, storage type
+  MutableView grad_x;           // [B, T, D]; null where not wanted
+  void* grad_weight = nullptr;  // [D, W] contiguous, arithmetic type; or null
   // Gradients of the states, [N, D, W]; null where not wanted.
   const void* grad_final_state = nullptr;
   void* grad_initial_state = nullptr;
@@ -47,9 +47,9 @@ struct RmsNormParams {
 struct RmsNormBackwardParams {
   RmsNormParams forward;         // y unused
   const void* grad_y = nullptr;  // [R, D]
-  void* grad_x = nullptr;        // [R, D]
+  void* grad_x = nullptr;        // [R, D]; or null
   void* grad_weight = nullptr;   // [D] arithmetic type; or null
-  void* grad_gate = nullptr;     // [R, D]; required if gate
+  void* grad_gate = nullptr;     // [R, D]; or null
 };
 void rms_norm_forward(const RmsNormParams& params, const Executor& executor);
 void rms_norm_backward(const RmsNormBackwardParams& params, const Executor& executor);
@@ -65,8 +65,8 @@ struct SwigluParams {
 struct SwigluBackwardParams {
   SwigluParams forward;  // y unused
   const void* grad_y = nullptr;
-  void* grad_gate = nullptr;
-  void* grad_up = nullptr;
+  void* grad_gate = nullptr;  // or null
+  void* grad_up = nullptr;    // or null
 };
 void swiglu_forward(const SwigluParams& params, const Executor& executor);
 void swiglu_backward(const SwigluBackwardParams& params, const Executor& executor);

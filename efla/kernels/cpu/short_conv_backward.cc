@@ -223,12 +223,12 @@ void backward(const ShortConvBackwardParams& bp, const Executor& executor) {
                     }
                   });
   if (bp.grad_weight == nullptr) return;
-  S* out = static_cast<S*>(bp.grad_weight);
+  A* out = static_cast<A*>(bp.grad_weight);
   for (int64_t w = 0; w < p.width; ++w)
     for (int64_t c = 0; c < p.channels; ++c) {
       A sum = 0;
       for (int64_t g = 0; g < groups; ++g) sum += partial[(g * p.width + w) * p.channels + c];
-      out[c * p.width + w] = from_arithmetic<S>(sum);
+      out[c * p.width + w] = sum;
     }
 }
 

@@ -125,8 +125,7 @@ void expect_matches_reference(const StepCase& c) {
 
 TEST(Step, MatchesReferenceForEveryRuleAndStorageType) {
   for (const DType dtype : kStorageTypes)
-    for (const Rule rule :
-         {Rule::kLinear, Rule::kEuler, Rule::kRk2, Rule::kRk4, Rule::kExact, Rule::kExactLog})
+    for (const Rule rule : kAllRules)
       for (const bool decay : {false, true}) {
         if (decay && (rule == Rule::kRk2 || rule == Rule::kRk4)) continue;
         StepCase c;
