@@ -14,6 +14,7 @@ unpacked data and a zlib stream holding an R XDR (format 3) character vector, on
 import argparse
 import pathlib
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -71,6 +72,21 @@ def paragraphs(lines):
             block = []
 
 
+def download(folder):
+    """The package file that apt-get downloads into `folder`, or None."""
+    done = subprocess.run(["apt-get", "-q", "download", PACKAGE], cwd=folder, text=True,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    found = list(pathlib.Path(folder).glob("*.deb"))
+    return found[0] if done.returncode == 0 and found else None
+
+
+def update_package_lists():
+    """`apt-get update` as root, as scripts/lib.sh becomes it; its failure shows in the download."""
+    library = pathlib.Path(__file__).with_name("lib.sh")
+    subprocess.run(["bash", "-c", '. "$1" && as_root apt-get -qq update', "bash", str(library)],
+                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=pathlib.Path)
@@ -79,23 +95,34 @@ def main():
     with tempfile.TemporaryDirectory() as temp:
         deb = args.deb
         if deb is None:
-            done = subprocess.run(["apt-get", "-q", "download", PACKAGE], cwd=temp, text=True,
-                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            found = list(pathlib.Path(temp).glob("*.deb"))
-            if done.returncode != 0 or not found:
+            deb = download(temp)
+            if deb is None:
+                update_package_lists()
+                deb = download(temp)
+            if deb is None:
                 sys.exit(f"error: apt-get could not download {PACKAGE}: run 'apt-get update' as root "
                          "first, or pass the package file with --deb")
-            deb = found[0]
         unpack = pathlib.Path(temp, "unpacked")
         subprocess.run(["dpkg-deb", "-x", str(deb.resolve()), str(unpack)], check=True)
         rdb = next(unpack.glob("usr/lib/R/site-library/janeaustenr/data/Rdata.rdb")).read_bytes()
+    # Each split is written under another name first, so that one that is there is whole; the test
+    # text comes last, for scripts/quickstart.sh looks for it.
+    texts = {}
     for chunk in chunks(rdb):
         text = list(paragraphs(lines_of(chunk)))
         name = re.sub(r"[^a-z]+", "-", text[0].lower()).strip("-")
-        path = args.out / SPLIT.get(name, "train") / f"{name}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(text) + "\n", encoding="utf-8")
-        print(f"{path}: {path.stat().st_size} bytes")
+        texts.setdefault(SPLIT.get(name, "train"), {})[f"{name}.txt"] = "\n".join(text) + "\n"
+    for split in ("train", "valid", "test"):
+        folder = args.out / split
+        half = args.out / f"{split}.tmp"
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir(parents=True)
+        for name, text in texts[split].items():
+            (half / name).write_text(text, encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        half.rename(folder)
+        for path in sorted(folder.iterdir()):
+            print(f"{path}: {path.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

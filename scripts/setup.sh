@@ -17,14 +17,7 @@ for package in "${PACKAGES[@]}"; do
 done
 if [ ${#missing[@]} -gt 0 ]; then
   say "Installing ${#missing[@]} Debian packages (about 1 minute): ${missing[*]}"
-  command -v apt-get >/dev/null || die "apt-get is not here: install the equivalents of ${missing[*]}, then start again"
-  log=$(mktemp)
-  (as_root apt-get -qq update && as_root env DEBIAN_FRONTEND=noninteractive \
-    apt-get -qq install -y --no-install-recommends "${missing[@]}") >"$log" 2>&1 || {
-    tail -n 5 "$log" >&2
-    die "apt-get could not install ${missing[*]} (whole log: $log)"
-  }
-  rm -f "$log"
+  apt_install "${missing[@]}"
 fi
 
 # True where PYTHON imports a torch that is new enough.
@@ -32,12 +25,21 @@ torch_works() {
   "$1" -c 'import sys, torch; v = torch.__version__.split("."); sys.exit((int(v[0]), int(v[1])) < (2, 9))' 2>/dev/null
 }
 
-# An importable torch of the system's python3 is used as it is, seen through the environment.
-if [ ! -x .venv/bin/python ]; then
+# An importable torch of python3 is used as it is. That of the system is seen through the
+# environment; that of an active environment, which .venv does not inherit, through a .pth file.
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1 && ! .venv/bin/python -m ensurepip >/dev/null 2>&1; then
   say "Making a Python environment in .venv"
+  rm -rf .venv  # broken, if it is there at all: half made, or its python3 has been replaced
   flags=()
   if torch_works python3; then flags=(--system-site-packages); fi
   python3 -m venv "${flags[@]}" .venv || die "python3 could not make .venv: install python3-venv, then start again"
+  if torch_works python3 && ! torch_works .venv/bin/python; then
+    own=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    python3 -c 'import sys, sysconfig
+if sys.prefix != sys.base_prefix:
+    for folder in sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
+        print(f"import site; site.addsitedir({folder!r})")' >"$own/active_environment.pth"
+  fi
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
 
