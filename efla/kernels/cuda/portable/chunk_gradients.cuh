@@ -1,6 +1,6 @@
-// The part of the backward that needs no order, one block of eight warps per (chunk, value head).
-// From U, dR and the states on both sides of the chunk (chunk_scan.cuh, chunk_reverse.cuh) it makes
-// every gradient of the chunk (docs/mathematics.md, "Chunkwise form"):
+// The part of the backward that needs no order, one block of 16 (or 8) warps per (chunk, value
+// head). From U, dR and the states on both sides of the chunk (chunk_scan.cuh, chunk_reverse.cuh)
+// it makes every gradient of the chunk (docs/mathematics.md, "Chunkwise form"):
 //
 //   dL = -strictLower(dR U^T)    dP = tril(dO U^T)    Z = dR S0^T    Y = dO S0^T    X = U dS^T
 //   dQ = gate_q Y + scale (D o dP) K        dV = w dR
@@ -17,13 +17,16 @@
 
 namespace efla::cuda {
 
-inline constexpr int kGradientThreads = 256;
+// Four column groups where chunks have four row groups: 16 warps of some 100 registers fill a
+// multiprocessor's register file.
+template <int kC>
+inline constexpr int kGradientThreads = kC == 64 ? 512 : 256;
 inline constexpr int kGradientColumns = 32;  // of V, at a time
 
 template <typename T, int kK, int kC>
 struct GradientShared {
   static constexpr int kRowWarps = kC / 16;
-  static constexpr int kColumnWarps = kGradientThreads / 32 / kRowWarps;
+  static constexpr int kColumnWarps = kGradientThreads<kC> / 32 / kRowWarps;
   static constexpr int kPitch = kK + kTilePad;
   static constexpr int kValuePitch = kGradientColumns + kTilePad;
   static constexpr int kPairPitch = kC + kTilePad;
@@ -40,12 +43,12 @@ struct GradientShared {
   T query_side[kC * kPairPitch];  // scale (D o dP), columns scaled for K as stored
   T key_side[kC * kPairPitch];    // scale (D o dP), rows scaled for Q as stored
   TokenScalars<kC> scalars;
-  float dot[3][kColumnWarps][kC];          // Z.k, Y.q, X.k; later q.dq, k.dk
-  float row_sum[kColumnWarps][kC];         // of this warp's share of [dL | dP]
-  float column_sum[2][kRowWarps][kC];      // of B o KK^T and of scale D o dP o QK^T
-  float state_dot[kGradientThreads / 32];  // parts of <S0, dS>
-  float write_dot[kC];                     // dR.v
-  float grad_gate[kC], out_dot[kC];        // dG; X_t
+  float dot[3][kColumnWarps][kC];              // Z.k, Y.q, X.k; later q.dq, k.dk
+  float row_sum[kColumnWarps][kC];             // of this warp's share of [dL | dP]
+  float column_sum[2][kRowWarps][kC];          // of B o KK^T and of scale D o dP o QK^T
+  float state_dot[kGradientThreads<kC> / 32];  // parts of <S0, dS>
+  float write_dot[kC];                         // dR.v
+  float grad_gate[kC], out_dot[kC];            // dG; X_t
   float z_factor[kC], x_factor[kC], y_factor[kC], k_factor[kC];
 };
 
@@ -84,7 +87,7 @@ struct GradientBlock {
   float pair[kPair / 8][4] = {};
   float write_dot = 0.f;  // part of dR.v of row threadIdx.x / kPerRow
   float state_dot = 0.f;  // part of <S0, dS>
-  static constexpr int kPerRow = kGradientThreads / kC;
+  static constexpr int kPerRow = kGradientThreads<kC> / kC;
 
   __device__ int row(int j) const { return m0 + lane / 4 + 8 * (j / 2); }
   __device__ int column(int n, int j) const { return n * 8 + lane % 4 * 2 + j % 2; }
@@ -165,7 +168,7 @@ struct GradientBlock {
       write_dot += r * static_cast<float>(tile.v[t * Shared::kValuePitch + c]);
       if (t < chunk.tokens && column0 + c < a.value_dim) grad_v[c] = T(write * r);
     }
-    for (int i = threadIdx.x; i < kGradientColumns * kK; i += kGradientThreads) {
+    for (int i = threadIdx.x; i < kGradientColumns * kK; i += kGradientThreads<kC>) {
       const int at = i / kK * Shared::kPitch + i % kK;
       state_dot += static_cast<float>(tile.state[at]) * static_cast<float>(tile.grad_state[at]);
     }
@@ -388,7 +391,7 @@ struct GradientBlock {
 };
 
 template <typename T, int kK, int kC>
-__global__ void __launch_bounds__(kGradientThreads) chunk_gradients_kernel(const ChunkArgs a) {
+__global__ void __launch_bounds__(kGradientThreads<kC>) chunk_gradients_kernel(const ChunkArgs a) {
   using Shared = GradientShared<T, kK, kC>;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<Shared*>(shared_bytes);

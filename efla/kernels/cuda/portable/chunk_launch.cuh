@@ -74,7 +74,7 @@ cudaError_t launch_chunk(const ChunkArgs& a, bool backward, cudaStream_t stream)
     return e;
   }
   if (!backward) return cudaSuccess;
-  return launch(chunk_gradients_kernel<T, kK, kC>, chunks, kGradientThreads,
+  return launch(chunk_gradients_kernel<T, kK, kC>, chunks, kGradientThreads<kC>,
                 sizeof(GradientShared<T, kK, kC>), a, stream);
 }
 

@@ -28,10 +28,32 @@ struct PrepareShared {
   TokenScalars<kC> scalars;
 };
 
+// out = sign * a b for 16 x 16 tiles of row-major float matrices, depth a multiple of 16; one warp.
+__device__ __forceinline__ void multiply_tile(const float* a, const float* b, int pitch, int depth,
+                                              float sign, float* out) {
+  const int lane = threadIdx.x % 32;
+  float c[2][4] = {};
+  for (int k0 = 0; k0 < depth; k0 += 16) {
+    const auto left = load_a(a, pitch, 0, k0);
+    BFragment<float> right[2];
+    load_b(right, b, pitch, k0, 0);
+    mma<float>(c[0], left, right[0]);
+    mma<float>(c[1], left, right[1]);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      out[(lane / 4 + j / 2 * 8) * pitch + n * 8 + lane % 4 * 2 + j % 2] = sign * c[n][j];
+    }
+  }
+}
+
 // Inverts the unit lower triangle I + lower: diagonal blocks of 16 by substitution, one thread per
-// column, then pairs of blocks, [A11 0; -A22 L21 A11 A22].
+// column, then pairs of blocks, [A11 0; -A22 L21 A11 A22], 16 x 16 tiles of which go to the warps.
 template <int kC>
 __device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1]) {
+  constexpr int kPitch = kC + 1;
   for (int i = threadIdx.x; i < kC * kC; i += blockDim.x) inverse[i / kC][i % kC] = 0.f;
   __syncthreads();
   if (threadIdx.x < kC) {
@@ -48,21 +70,23 @@ __device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1])
   __syncthreads();
 #pragma unroll 1
   for (int half = 16; half < kC; half *= 2) {
-    const int count = kC / (2 * half) * half * half;
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
-      const int base = i / (half * half) * 2 * half, r = i / half % half, c = i % half;
-      float sum = 0.f;
-      for (int j = c; j < half; ++j)
-        sum += lower[base + half + r][base + j] * inverse[base + j][base + c];
-      lower[base + r][base + half + c] = sum;  // L21 A11
+    const int side = half / 16, tiles = kC / (2 * half) * side * side;
+    const auto place = [&](int i, int& base, int& r, int& c) {
+      base = i / (side * side) * 2 * half;
+      r = i / side % side * 16;
+      c = i % side * 16;
+    };
+    int base, r, c;
+    for (int i = threadIdx.x / 32; i < tiles; i += blockDim.x / 32) {
+      place(i, base, r, c);
+      multiply_tile(&lower[base + half + r][base], &inverse[base][base + c], kPitch, half, 1.f,
+                    &lower[base + r][base + half + c]);  // L21 A11
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
-      const int base = i / (half * half) * 2 * half, r = i / half % half, c = i % half;
-      float sum = 0.f;
-      for (int j = 0; j <= r; ++j)
-        sum += inverse[base + half + r][base + half + j] * lower[base + j][base + half + c];
-      inverse[base + half + r][base + c] = -sum;
+    for (int i = threadIdx.x / 32; i < tiles; i += blockDim.x / 32) {
+      place(i, base, r, c);
+      multiply_tile(&inverse[base + half + r][base + half], &lower[base][base + half + c], kPitch,
+                    half, -1.f, &inverse[base + half + r][base + c]);
     }
     __syncthreads();
   }
