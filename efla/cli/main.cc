@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "efla/cli/commands.h"
-#include "efla/cli/log.h"
 #include "efla/io/error.h"
 #include "efla/train/nearest_name.h"
 
@@ -108,7 +107,6 @@ std::unique_ptr<CLI::App> make_app() {
 }
 
 int run(int argc, char** argv) {
-  log_to_stderr();
   const std::unique_ptr<CLI::App> app = make_app();
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   if (arguments.empty()) {

@@ -1,16 +1,19 @@
 #include "efla/io/log.h"
 
-#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
+
+#include <memory>
 
 namespace efla {
 namespace {
 
-// stdout is for results.
+// Not in spdlog's registry: a name registered twice is an error there, and this is the only logger.
 spdlog::logger& logger() {
   static const std::shared_ptr<spdlog::logger> instance = [] {
-    auto made = spdlog::stderr_color_mt("efla");
-    made->set_pattern("%^%l%$: %v");
+    auto made =
+        std::make_shared<spdlog::logger>("efla", std::make_shared<spdlog::sinks::stderr_sink_mt>());
+    made->set_pattern("%n: %l: %v");
     return made;
   }();
   return *instance;
@@ -18,7 +21,6 @@ spdlog::logger& logger() {
 
 }  // namespace
 
-void log_info(const std::string& message) { logger().info(message); }
 void log_warning(const std::string& message) { logger().warn(message); }
 
 }  // namespace efla

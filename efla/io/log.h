@@ -5,9 +5,9 @@
 
 namespace efla {
 
-/// spdlog behind two plain functions: torch's headers bring their own fmt, with which Debian's
-/// spdlog does not compile, so rooms that use torch log through these.
-void log_info(const std::string& message);
+/// One line "efla: warning: ..." on stderr; stdout is for results. spdlog behind a plain function:
+/// torch's headers bring their own fmt, with which Debian's spdlog does not compile, so rooms that
+/// use torch log through this.
 void log_warning(const std::string& message);
 
 }  // namespace efla

@@ -1,6 +1,5 @@
 // ModelConfig from and to JSON.
 #include <fmt/format.h>
-#include <spdlog/spdlog.h>
 
 #include <algorithm>
 #include <array>
@@ -10,6 +9,7 @@
 #include <set>
 
 #include "efla/io/error.h"
+#include "efla/io/log.h"
 #include "efla/nn/config.h"
 
 namespace efla {
@@ -103,7 +103,7 @@ class FieldReader {
       if (known_.count(key) || contains(kBookkeepingKeys, key)) continue;
       const bool off = value.is_null() || (value.is_boolean() && !value.get<bool>());
       if (contains(kObsoleteKeys, key) || key.starts_with("_") || off) {
-        spdlog::warn("{}: key {} is not used and has no effect here", where_, key);
+        log_warning(fmt::format("{}: key {} is not used and has no effect here", where_, key));
         continue;
       }
       throw UsageError(fmt::format(

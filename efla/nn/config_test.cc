@@ -144,7 +144,7 @@ TEST(ModelConfig, RoundTripKeepsEveryField) {
 }
 
 TEST(ModelConfig, BookkeepingAndSwitchedOffKeysAreAccepted) {
-  ::testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStderr();
   for (const json& extra : {json{{"norm_first", true}}, json{{"_name_or_path", "x/y"}},
                             json{{"attn_mode", "fused_recurrent"}}, json{{"some_feature", false}},
                             json{{"some_feature", nullptr}}, json{{"hidden_act", "silu"}},
@@ -154,7 +154,7 @@ TEST(ModelConfig, BookkeepingAndSwitchedOffKeysAreAccepted) {
     object.update(extra);
     EXPECT_EQ(error_of(object), "") << extra;
   }
-  const std::string said = ::testing::internal::GetCapturedStdout();
+  const std::string said = ::testing::internal::GetCapturedStderr();
   for (const char* key : {"norm_first", "_name_or_path", "some_feature"}) {
     EXPECT_NE(said.find(std::string("here/config.json: key ") + key), std::string::npos) << said;
   }
