@@ -32,11 +32,6 @@ int64_t Cache::batch_size() const {
   return layers.front().recurrent_state.size(0);
 }
 
-void Cache::clear() {
-  layers.clear();
-  tokens_seen = 0;
-}
-
 Cache Cache::select(const at::Tensor& rows) const {
   Cache selected;
   selected.tokens_seen = tokens_seen;

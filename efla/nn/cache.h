@@ -28,7 +28,6 @@ struct Cache {
 
   bool empty() const { return layers.empty(); }
   int64_t batch_size() const;  // B; 0 when empty
-  void clear();
 
   /// The cache of the given rows, in that order; a row may repeat (branching). rows [R] int64.
   Cache select(const at::Tensor& rows) const;

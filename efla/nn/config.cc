@@ -120,6 +120,9 @@ void ModelConfig::validate(const std::string& where) const {
   validate_rule(*this, check);
   check.positive("norm_eps", norm_eps, 1);
   check.positive("initializer_range", initializer_range, 10);
+  check.require(conv_initializer_range >= 0 && conv_initializer_range <= 10,
+                "conv_initializer_range", "a number from 0 (as initializer_range) to 10",
+                fmt::format("{}", conv_initializer_range));
   check.range("max_position_embeddings", max_position_embeddings, 1, int64_t{1} << 40);
   check.token("bos_token_id", bos_token_id, vocab_size);
   check.token("eos_token_id", eos_token_id, vocab_size);
@@ -161,21 +164,7 @@ int64_t ModelConfig::state_elements() const {
   return num_hidden_layers * (recurrent + tails);
 }
 
-double ModelConfig::training_flops_per_token() const {
-  const double d = static_cast<double>(hidden_size);
-  const double key = static_cast<double>(key_size()), value = static_cast<double>(value_size());
-  double weights = 2 * d * key + 2 * d * value + 3 * d * static_cast<double>(mlp_size());
-  if (use_beta) weights += d * static_cast<double>(num_heads);
-  if (use_gate) weights += d * value;
-  const double recurrence = 40 * key * static_cast<double>(head_value_size());
-  return static_cast<double>(num_hidden_layers) * (6 * weights + recurrence) +
-         6 * d * static_cast<double>(vocab_size);
-}
-
-std::string to_string(Rule rule) {
-  constexpr std::array kNames = {"linear", "euler", "rk2", "rk4", "exact", "exact_log"};
-  return kNames.at(static_cast<size_t>(rule));
-}
+std::string to_string(Rule rule) { return rule_name(rule); }
 
 std::string to_string(BetaActivation activation) {
   constexpr std::array kNames = {"sigmoid", "softplus", "adaptive"};

@@ -7,6 +7,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "efla/flow/step_rule.h"
 
@@ -69,11 +70,16 @@ struct ModelConfig {
 
   double norm_eps = 1e-6;
   double initializer_range = 0.02;
+  // Standard deviation of the short convolutions' initial weights; 0: initializer_range, as in fla.
+  // Raw keys want more: with 0.02 they start at |k|^2 of about 0.002 (256 wide, 4 heads) and the
+  // output norm's epsilon mutes the mixer; with 0.3 at about 0.6.
+  double conv_initializer_range = 0;
   bool tie_word_embeddings = false;
   int64_t max_position_embeddings = 2048;  // no limit of the model: the window evaluations use
   std::optional<int64_t> bos_token_id = 1;
   std::optional<int64_t> eos_token_id = 2;
   std::optional<int64_t> pad_token_id;
+  std::string tokenizer_fingerprint;  // Tokenizer::fingerprint() of the training text; "": unknown
 
   /// A DeltaNet with fla's defaults: rule euler, l2-normalised queries and keys.
   static ModelConfig delta_net();
@@ -81,8 +87,11 @@ struct ModelConfig {
   /// Reads fla's config.json or ours and validates it. Keys that cannot change the mathematics are
   /// skipped with a warning; any other unknown key, a wrong type or an absurd value throws
   /// UsageError naming the key and what is expected. `where` (a path) leads the message.
-  static ModelConfig from_json(const nlohmann::json& json, const std::string& where = "config");
-  static ModelConfig from_json_file(const std::filesystem::path& path);
+  /// With `skipped` there are no warnings and it receives those keys.
+  static ModelConfig from_json(const nlohmann::json& json, const std::string& where = "config",
+                               std::vector<std::string>* skipped = nullptr);
+  static ModelConfig from_json_file(const std::filesystem::path& path,
+                                    std::vector<std::string>* skipped = nullptr);
   nlohmann::json to_json() const;
 
   /// Throws UsageError naming the first key with a value that no model can have.
@@ -98,9 +107,6 @@ struct ModelConfig {
   ParameterCount parameter_count() const;
   /// Numbers that one sequence carries through decoding (recurrent states and convolution tails).
   int64_t state_elements() const;
-  /// Floating-point operations of forward + backward per token: 6 per weight of a matrix product
-  /// and 40 K V per head of the recurrence (docs/performance.md counts the same way).
-  double training_flops_per_token() const;
 };
 
 /// The names used in configs and recipes ("exact", "softplus", "l2", ...).

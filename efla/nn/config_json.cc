@@ -97,20 +97,21 @@ class FieldReader {
     return found != object_.end() && found->is_null();
   }
 
-  /// Every key must have been read, be book-keeping, or be switched off.
-  void finish() const {
+  /// The keys that were neither read nor are book-keeping. Each must be obsolete or switched off.
+  std::vector<std::string> unused() const {
+    std::vector<std::string> keys;
     for (const auto& [key, value] : object_.items()) {
       if (known_.count(key) || contains(kBookkeepingKeys, key)) continue;
       const bool off = value.is_null() || (value.is_boolean() && !value.get<bool>());
-      if (contains(kObsoleteKeys, key) || key.starts_with("_") || off) {
-        log_warning(fmt::format("{}: key {} is not used and has no effect here", where_, key));
-        continue;
+      if (!contains(kObsoleteKeys, key) && !key.starts_with("_") && !off) {
+        throw UsageError(fmt::format(
+            "{}: unknown key {} = {} may change the mathematics; remove it, or set it to null if "
+            "it does not matter",
+            where_, key, shorten(value)));
       }
-      throw UsageError(fmt::format(
-          "{}: unknown key {} = {} may change the mathematics; remove it, or set it to null if it "
-          "does not matter",
-          where_, key, shorten(value)));
+      keys.push_back(key);
     }
+    return keys;
   }
 
  private:
@@ -187,11 +188,13 @@ void read_sizes(FieldReader& reader, ModelConfig& c) {
   reader.read("intermediate_size", c.intermediate_size);
   reader.read("norm_eps", c.norm_eps);
   reader.read("initializer_range", c.initializer_range);
+  reader.read("conv_initializer_range", c.conv_initializer_range);
   reader.read("tie_word_embeddings", c.tie_word_embeddings);
   reader.read("max_position_embeddings", c.max_position_embeddings);
   reader.read("bos_token_id", c.bos_token_id);
   reader.read("eos_token_id", c.eos_token_id);
   reader.read("pad_token_id", c.pad_token_id);
+  reader.read("tokenizer_fingerprint", c.tokenizer_fingerprint);
 }
 
 json optional_json(const std::optional<int64_t>& value) {
@@ -200,7 +203,8 @@ json optional_json(const std::optional<int64_t>& value) {
 
 }  // namespace
 
-ModelConfig ModelConfig::from_json(const json& object, const std::string& where) {
+ModelConfig ModelConfig::from_json(const json& object, const std::string& where,
+                                   std::vector<std::string>* skipped) {
   FieldReader reader(object, where);
   std::string model_type = "efla";
   reader.read("model_type", model_type);
@@ -210,12 +214,18 @@ ModelConfig ModelConfig::from_json(const json& object, const std::string& where)
   if (model_type != "efla" && model_type != "delta_net") config.validate(where);
   read_mathematics(reader, config);
   read_sizes(reader, config);
-  reader.finish();
+  const std::vector<std::string> unused = reader.unused();
+  if (skipped) *skipped = unused;
+  for (const std::string& key : unused) {
+    if (skipped) break;
+    log_warning(fmt::format("{}: key {} is not used and has no effect here", where, key));
+  }
   config.validate(where);
   return config;
 }
 
-ModelConfig ModelConfig::from_json_file(const std::filesystem::path& path) {
+ModelConfig ModelConfig::from_json_file(const std::filesystem::path& path,
+                                        std::vector<std::string>* skipped) {
   std::ifstream file(path);
   if (!file) {
     throw Error(
@@ -229,7 +239,7 @@ ModelConfig ModelConfig::from_json_file(const std::filesystem::path& path) {
   } catch (const json::exception& error) {
     throw Error(fmt::format("{}: is not valid JSON ({})", path.string(), error.what()));
   }
-  return from_json(object, path.string());
+  return from_json(object, path.string(), skipped);
 }
 
 json ModelConfig::to_json() const {
@@ -264,10 +274,13 @@ json ModelConfig::to_json() const {
     object["architectures"] = {"DeltaNetForCausalLM"};
   } else {
     object["architectures"] = {"EflaForCausalLM"};
+    object["conv_initializer_range"] = conv_initializer_range;
     object["rule"] = to_string(rule);
     object["beta_activation"] = to_string(beta_activation);
     if (q_norm) object["q_norm"] = to_string(*q_norm);
   }
+  if (conv_initializer_range > 0) object["conv_initializer_range"] = conv_initializer_range;
+  if (!tokenizer_fingerprint.empty()) object["tokenizer_fingerprint"] = tokenizer_fingerprint;
   return object;
 }
 

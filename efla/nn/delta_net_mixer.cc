@@ -41,7 +41,8 @@ DeltaNetMixer::DeltaNetMixer(const ModelConfig& config, const at::TensorOptions&
       allow_neg_eigval_(config.allow_neg_eigval),
       qk_activation_(config.qk_activation),
       k_norm_(config.qk_norm),
-      q_norm_(config.q_norm.value_or(config.qk_norm)) {
+      q_norm_(config.q_norm.value_or(config.qk_norm)),
+      conv_range_(config.conv_initializer_range) {
   const int64_t d = config.hidden_size, key = config.key_size(), value = config.value_size();
   q_proj_ = register_module("q_proj", Linear(d, key, options));
   k_proj_ = register_module("k_proj", Linear(d, key, options));
@@ -69,7 +70,7 @@ void DeltaNetMixer::initialize(double range) {
     if (linear) linear.ptr()->initialize(range);
   }
   for (const ShortConv& conv : {q_conv_, k_conv_, v_conv_}) {
-    if (conv) conv.ptr()->initialize(range);
+    if (conv) conv.ptr()->initialize(conv_range_ > 0 ? conv_range_ : range);
   }
   o_norm_->initialize();
   if (adaptive_decay_.defined()) {

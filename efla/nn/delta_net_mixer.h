@@ -31,6 +31,7 @@ class DeltaNetMixer : public Mixer {
   const bool allow_neg_eigval_;
   const QkActivation qk_activation_;
   const QkNorm k_norm_, q_norm_;
+  const double conv_range_;  // of the convolutions' initial weights; 0: as the rest
 
   Linear q_proj_ = nullptr, k_proj_ = nullptr, v_proj_ = nullptr, o_proj_ = nullptr;
   Linear b_proj_ = nullptr;                                           // absent: beta = 1

@@ -129,9 +129,4 @@ LossSum LanguageModelImpl::loss(const at::Tensor& input_ids, const at::Tensor& t
   return linear_cross_entropy(hidden_states(input_ids, cu_seqlens, cache), head_weight(), targets);
 }
 
-LossSum language_model_loss(const LanguageModel& model, const at::Tensor& hidden,
-                            const at::Tensor& targets) {
-  return linear_cross_entropy(hidden, model->head_weight(), targets);
-}
-
 }  // namespace efla

@@ -90,8 +90,4 @@ class LanguageModelImpl : public torch::nn::Module {
 };
 TORCH_MODULE(LanguageModel);
 
-/// Loss of hidden states [B, T, hidden] (from hidden_states()) under the model's head.
-LossSum language_model_loss(const LanguageModel& model, const at::Tensor& hidden,
-                            const at::Tensor& targets);
-
 }  // namespace efla

@@ -148,18 +148,6 @@ void check_shapes(const at::Tensor& hidden, const at::Tensor& weight, const at::
 
 }  // namespace
 
-LossSum cross_entropy(const at::Tensor& logits, const at::Tensor& targets) {
-  const int64_t vocab = logits.size(-1);
-  TORCH_CHECK(logits.sizes().slice(0, logits.dim() - 1) == targets.sizes(),
-              "targets must have the shape of logits without its last dimension, got ",
-              targets.sizes(), " for logits ", logits.sizes());
-  const Targets prepared = prepare(targets, vocab);
-  const at::Tensor flat = logits.reshape({-1, vocab}).to(loss_dtype(logits));
-  return {
-      at::cross_entropy_loss(flat, targets.reshape({-1}), {}, at::Reduction::Sum, kIgnoreTarget),
-      prepared.count};
-}
-
 LossSum linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& head_weight,
                              const at::Tensor& targets) {
   check_shapes(hidden, head_weight, targets);

@@ -16,11 +16,9 @@ struct LossSum {
   int64_t count = 0;  // targets that were not ignored
 };
 
-/// Loss of given logits [..., vocab] against targets [...] int64. Differentiable.
-LossSum cross_entropy(const at::Tensor& logits, const at::Tensor& targets);
-
-/// The same for logits = hidden . head_weight^T, never held as a whole: one block of tokens at a
-/// time, its gradient formed at once. hidden [..., D], head_weight [vocab, D]. Differentiable once.
+/// Loss of logits = hidden . head_weight^T against targets [...] int64. The logits are never held
+/// as a whole: one block of tokens at a time, its gradient formed at once. hidden [..., D],
+/// head_weight [vocab, D]. Differentiable once.
 LossSum linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& head_weight,
                              const at::Tensor& targets);
 

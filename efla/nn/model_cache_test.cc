@@ -176,9 +176,6 @@ TEST_F(CacheTest, ACopyIsAnIndependentBranch) {
   const at::Tensor rest = forward_in_pieces(model_, ids.narrow(1, 10, 2), {1, 1}, cache);
   EXPECT_LT(relative_error(rest, model_->forward(ids).narrow(1, 10, 2)), kTolerance);
   EXPECT_EQ(branch.tokens_seen, 15);
-  branch.clear();
-  EXPECT_TRUE(branch.empty());
-  EXPECT_EQ(branch.batch_size(), 0);
 }
 
 TEST_F(CacheTest, ARefusedCallLeavesTheCacheAsItWas) {

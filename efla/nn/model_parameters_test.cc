@@ -85,6 +85,7 @@ TEST(Parameters, InitialValues) {
   config.num_heads = 2;
   config.num_hidden_layers = 2;
   config.initializer_range = 0.03;
+  config.conv_initializer_range = 0.3;
   config.use_gate = true;
   config.beta_activation = BetaActivation::kAdaptive;
   torch::manual_seed(5);
@@ -96,9 +97,9 @@ TEST(Parameters, InitialValues) {
     } else if (w.dim() == 1) {
       EXPECT_TRUE(w.eq(1).all().item<bool>()) << p.key();
     } else {
-      const double n = static_cast<double>(w.numel());
-      EXPECT_NEAR(w.mean().item<double>(), 0, 5 * 0.03 / std::sqrt(n)) << p.key();
-      EXPECT_NEAR(w.std().item<double>(), 0.03, 5 * 0.03 / std::sqrt(2 * n)) << p.key();
+      const double n = static_cast<double>(w.numel()), range = w.dim() == 3 ? 0.3 : 0.03;
+      EXPECT_NEAR(w.mean().item<double>(), 0, 5 * range / std::sqrt(n)) << p.key();
+      EXPECT_NEAR(w.std().item<double>(), range, 5 * range / std::sqrt(2 * n)) << p.key();
     }
   }
   // An untrained model knows nothing: the loss is close to that of guessing.

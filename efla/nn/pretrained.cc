@@ -115,20 +115,6 @@ at::ScalarType stored_dtype(const TensorMap& tensors) {
   return usable ? found->second.scalar_type() : at::kFloat;
 }
 
-// As transformers writes it.
-std::string dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kHalf:
-      return "float16";
-    case at::kDouble:
-      return "float64";
-    default:
-      return "float32";
-  }
-}
-
 }  // namespace
 
 LanguageModel load_pretrained(const std::string& folder, std::optional<at::ScalarType> dtype) {
@@ -149,6 +135,21 @@ LanguageModel load_pretrained(const std::string& folder, std::optional<at::Scala
 void load_weights(LanguageModel& model, const fs::path& file) {
   TensorMap tensors = read_tensors(file);
   fill(model, tensors, file);
+}
+
+std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kHalf:
+      return "float16";
+    default:
+      return c10::toString(dtype);
+  }
 }
 
 void save_pretrained(const LanguageModel& model, const std::string& folder) {

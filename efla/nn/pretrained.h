@@ -19,6 +19,9 @@ LanguageModel load_pretrained(const std::string& folder,
 /// Fills `model` from one safetensors file under the same checks; dtypes are converted.
 void load_weights(LanguageModel& model, const std::filesystem::path& file);
 
+/// As transformers writes it in config.json: "float32", "bfloat16", ...
+std::string dtype_name(at::ScalarType dtype);
+
 /// Writes the folder (made if absent); each file replaces its predecessor atomically.
 void save_pretrained(const LanguageModel& model, const std::string& folder);
 
