@@ -67,38 +67,45 @@ void flush_path(const fs::path& path, const fs::path& target) {
 }
 
 void flush_tree(const fs::path& folder, const fs::path& target) {
-  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
-    if (entry.is_regular_file() || entry.is_directory()) flush_path(entry.path(), target);
+  std::error_code code;
+  for (const fs::path& path : folder_entries(folder)) {
+    const fs::file_type type = fs::symlink_status(path, code).type();
+    if (type == fs::file_type::directory) {
+      flush_tree(path, target);
+    } else if (type == fs::file_type::regular) {
+      flush_path(path, target);
+    }
   }
   flush_path(folder, target);
 }
 
-// Siblings of `target` whose names begin with its name and `mark`.
-std::vector<fs::path> siblings(const fs::path& target, const std::string& mark) {
+// What stands beside `target` under a name that begins with `prefix`. A folder that cannot be read
+// holds nothing to clean up; writing into it will say what is wrong.
+std::vector<fs::path> siblings(const fs::path& target, const std::string& prefix) {
   std::vector<fs::path> found;
-  const std::string prefix = target.filename().string() + mark;
   std::error_code code;
-  for (const auto& entry : fs::directory_iterator(parent_folder(target), code)) {
-    const std::string name = entry.path().filename().string();
-    if (name.compare(0, prefix.size(), prefix) == 0) found.push_back(entry.path());
+  const fs::directory_iterator end;
+  for (fs::directory_iterator it(parent_folder(target), code); !code && it != end;
+       it.increment(code)) {
+    if (it->path().filename().string().starts_with(prefix)) found.push_back(it->path());
   }
   std::sort(found.begin(), found.end());
   return found;
 }
 
-// A lock on a folder that its writer holds: the kernel drops it when the process dies, so a
-// temporary folder that can be locked belongs to nobody.
-class FolderLock {
+// The lock that the writer of a temporary file or folder holds: the kernel drops it when the
+// process dies, so that a temporary one that can be locked belongs to nobody.
+class WriterLock {
  public:
-  explicit FolderLock(const fs::path& folder)
-      : descriptor_(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+  explicit WriterLock(const fs::path& path)
+      : descriptor_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC)) {
     held_ = descriptor_ >= 0 && ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0;
   }
-  ~FolderLock() {
+  ~WriterLock() {
     if (descriptor_ >= 0) ::close(descriptor_);
   }
-  FolderLock(const FolderLock&) = delete;
-  FolderLock& operator=(const FolderLock&) = delete;
+  WriterLock(const WriterLock&) = delete;
+  WriterLock& operator=(const WriterLock&) = delete;
   bool held() const { return held_; }
 
  private:
@@ -121,8 +128,10 @@ void swap_in(const fs::path& temporary, const fs::path& target) {
     fs::remove_all(temporary, code);
     return;
   }
-  if (errno != EINVAL && errno != ENOSYS) throw_write_error(target, errno);
-  // File systems without the exchange: recover_folder() mends a death between the two renames.
+  // What file systems (and sandboxes) without the exchange say.
+  const bool lacking = errno == EINVAL || errno == ENOSYS || errno == EPERM || errno == EOPNOTSUPP;
+  if (!lacking) throw_write_error(target, errno);
+  // recover_folder() mends a death between the two renames.
   const fs::path old = target.string() + ".old-" + unique_suffix();
   if (::rename(target.c_str(), old.c_str()) != 0) throw_write_error(target, errno);
   if (::rename(temporary.c_str(), target.c_str()) != 0) {
@@ -138,8 +147,21 @@ void swap_in(const fs::path& temporary, const fs::path& target) {
 fs::path real_target(fs::path target) {
   if (!target.has_filename()) target = target.parent_path();
   std::error_code code;
-  if (fs::is_symlink(target, code)) target = fs::canonical(target);
-  return target;
+  if (!fs::is_symlink(target, code)) return target;
+  const fs::path real = fs::canonical(target, code);
+  if (code) {
+    throw Error("cannot follow the link " + target.string() + ": " + code.message() +
+                "; mend or remove it");
+  }
+  return real;
+}
+
+// Another process takes a temporary file for abandoned in the moment between its creation and its
+// lock; then it is gone, and we need another.
+bool lock_own_file(int descriptor) {
+  if (::flock(descriptor, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return false;
+  struct stat status;
+  return ::fstat(descriptor, &status) != 0 || status.st_nlink > 0;
 }
 
 }  // namespace
@@ -150,11 +172,28 @@ AtomicFileWriter::AtomicFileWriter(fs::path target) : target_(std::move(target))
   if (!target_.has_filename() || fs::is_directory(target_, code)) {
     throw Error("cannot write " + target_.string() + ": it is a folder, a file name is needed");
   }
-  if (fs::is_symlink(target_, code) && fs::exists(target_, code)) target_ = fs::canonical(target_);
-  temporary_ =
-      parent_folder(target_) / ("." + target_.filename().string() + ".tmp-" + unique_suffix());
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (descriptor_ < 0) throw_write_error(target_, errno);
+  if (fs::is_symlink(target_, code) && fs::exists(target_, code)) target_ = real_target(target_);
+  open_temporary();
+}
+
+// A new file, never one that is there already: names may repeat across machines that share a disk.
+void AtomicFileWriter::open_temporary() {
+  constexpr int kAttempts = 100;
+  const std::string prefix = "." + target_.filename().string() + ".tmp-";
+  std::error_code code;
+  for (const fs::path& leftover : siblings(target_, prefix)) {
+    if (WriterLock(leftover).held()) fs::remove(leftover, code);
+  }
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    temporary_ = parent_folder(target_) / (prefix + unique_suffix());
+    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (descriptor_ < 0 && errno != EEXIST) throw_write_error(target_, errno);
+    if (descriptor_ < 0) continue;
+    if (lock_own_file(descriptor_)) return;
+    ::close(descriptor_);
+    descriptor_ = -1;
+  }
+  throw_write_error(target_, EEXIST);
 }
 
 AtomicFileWriter::~AtomicFileWriter() {
@@ -205,7 +244,7 @@ void write_folder_atomically(const fs::path& target_name,
   recover_folder(target);
   const fs::path temporary = target.string() + ".tmp-" + unique_suffix();
   if (::mkdir(temporary.c_str(), 0777) != 0) throw_write_error(target, errno);
-  const FolderLock lock(temporary);
+  const WriterLock lock(temporary);
   try {
     fill(temporary);
     flush_tree(temporary, target);
@@ -219,19 +258,19 @@ void write_folder_atomically(const fs::path& target_name,
 void recover_folder(const fs::path& target_name) {
   const fs::path target = real_target(target_name);
   std::error_code code;
-  for (const fs::path& old : siblings(target, ".old-")) {
+  for (const fs::path& old : siblings(target, target.filename().string() + ".old-")) {
     if (fs::exists(target, code)) {
       fs::remove_all(old, code);
     } else {
       fs::rename(old, target, code);
     }
   }
-  for (const fs::path& leftover : siblings(target, ".tmp-")) {
-    if (FolderLock(leftover).held()) fs::remove_all(leftover, code);
+  for (const fs::path& leftover : siblings(target, target.filename().string() + ".tmp-")) {
+    if (WriterLock(leftover).held()) fs::remove_all(leftover, code);
   }
 }
 
-std::string read_file(const fs::path& path) {
+void read_in_pieces(const fs::path& path, const std::function<void(std::string_view)>& use) {
   const auto fail = [&](const std::string& reason) {
     throw Error("cannot read " + path.string() + ": " + reason);
   };
@@ -239,11 +278,6 @@ std::string read_file(const fs::path& path) {
   if (fs::is_directory(path, code)) fail("it is a folder, a file is needed");
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) fail(std::strerror(errno));
-  std::string content;
-  struct stat status;
-  if (::fstat(descriptor, &status) == 0 && status.st_size > 0) {
-    content.reserve(static_cast<size_t>(status.st_size));
-  }
   std::vector<char> buffer(1 << 16);
   int error = 0;
   while (true) {
@@ -251,17 +285,56 @@ std::string read_file(const fs::path& path) {
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) error = errno;
     if (got <= 0) break;
-    content.append(buffer.data(), static_cast<size_t>(got));
+    use(std::string_view(buffer.data(), static_cast<size_t>(got)));
   }
   ::close(descriptor);
   if (error != 0) fail(std::strerror(error));
+}
+
+std::string read_file(const fs::path& path) {
+  std::string content;
+  std::error_code code;
+  const auto size = fs::file_size(path, code);
+  if (!code) content.reserve(size);
+  read_in_pieces(path, [&content](std::string_view piece) { content.append(piece); });
   return content;
+}
+
+bool path_exists(const fs::path& path) {
+  std::error_code code;
+  const bool found = fs::exists(path, code);
+  if (code) {
+    throw Error("cannot look at " + path.string() + ": " + code.message() +
+                "; mend that or choose another path");
+  }
+  return found;
+}
+
+bool is_folder(const fs::path& path) {
+  std::error_code code;
+  return path_exists(path) && fs::is_directory(path, code);
+}
+
+std::vector<fs::path> folder_entries(const fs::path& folder) {
+  std::vector<fs::path> found;
+  std::error_code code;
+  const fs::directory_iterator end;
+  for (fs::directory_iterator it(folder, code); !code && it != end; it.increment(code)) {
+    found.push_back(it->path());
+  }
+  if (code) {
+    throw Error("cannot read the folder " + folder.string() + ": " + code.message() +
+                "; mend that or choose another folder");
+  }
+  std::sort(found.begin(), found.end());
+  return found;
 }
 
 void make_folder(const fs::path& path) {
   std::error_code code;
   fs::create_directories(path, code);
-  if (code || !fs::is_directory(path)) {
+  std::error_code ignored;
+  if (code || !fs::is_directory(path, ignored)) {
     throw Error("cannot create the folder " + path.string() + ": " +
                 (code ? code.message() : std::string("a file of that name exists")));
   }

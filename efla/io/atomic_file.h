@@ -6,13 +6,15 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace efla {
 
 /// Writes one file atomically: the bytes go to a hidden temporary file in the same folder, which
 /// commit() flushes to the disk and renames over the target. Until then the target is untouched;
-/// without a commit the destructor removes the temporary file. Every failure (no such folder, not
-/// writable, disk full) is an efla::Error that names the target.
+/// without a commit the destructor removes the temporary file, and the next writer of the target
+/// those of killed processes. Every failure (no such folder, not writable, disk full) is an
+/// efla::Error that names the target.
 class AtomicFileWriter {
  public:
   explicit AtomicFileWriter(std::filesystem::path target);
@@ -31,6 +33,8 @@ class AtomicFileWriter {
   void commit();
 
  private:
+  void open_temporary();
+
   std::filesystem::path target_, temporary_;
   int descriptor_ = -1;
   size_t size_ = 0;
@@ -53,6 +57,18 @@ void recover_folder(const std::filesystem::path& target);
 
 /// The whole file as bytes; an efla::Error says which file is missing, a folder, or unreadable.
 std::string read_file(const std::filesystem::path& path);
+
+/// The same in pieces of bounded size, for files that need not fit into memory.
+void read_in_pieces(const std::filesystem::path& path,
+                    const std::function<void(std::string_view piece)>& use);
+
+/// Whether something is there; an efla::Error naming the path when that cannot be found out (no
+/// right to look, a failing disk), which must not pass for "not there".
+bool path_exists(const std::filesystem::path& path);
+/// Whether a folder is there, likewise.
+bool is_folder(const std::filesystem::path& path);
+/// What a folder holds, sorted; an efla::Error naming it when it cannot be read.
+std::vector<std::filesystem::path> folder_entries(const std::filesystem::path& folder);
 
 /// Creates a folder and its parents, or says why that cannot be.
 void make_folder(const std::filesystem::path& path);

@@ -68,6 +68,56 @@ TEST(AtomicFile, UncommittedLeavesTheOldFileAndNoTraces) {
   EXPECT_EQ(names_in(folder.path()), std::vector<std::string>{"a"});
 }
 
+TEST(AtomicFile, LeftoversOfTheDeadGoThoseOfTheLivingStay) {
+  const TempFolder folder;
+  AtomicFileWriter living(folder / "a");
+  living.write("mine");
+  spit(folder / ".a.tmp-1-0", "of a process that died");
+  spit(folder / ".ab.tmp-1-0", "of another file");
+  write_file_atomically(folder / "a", "theirs");
+  EXPECT_FALSE(fs::exists(folder / ".a.tmp-1-0"));
+  EXPECT_TRUE(fs::exists(folder / ".ab.tmp-1-0"));
+  living.commit();
+  EXPECT_EQ(slurp(folder / "a"), "mine");
+}
+
+TEST(AtomicFile, ATemporaryFileThatIsThereIsNotTaken) {
+  const TempFolder folder;
+  // The names that the next writers of this process would take, held by somebody else.
+  std::vector<std::unique_ptr<FileLock>> others;
+  std::string last;
+  {
+    const AtomicFileWriter probe(folder / "a");
+    last = names_in(folder.path()).front();
+  }
+  const size_t dash = last.rfind('-');
+  const int number = std::stoi(last.substr(dash + 1));
+  for (int i = 1; i <= 3; ++i) {
+    const fs::path taken = folder / (last.substr(0, dash + 1) + std::to_string(number + i));
+    spit(taken, "theirs");
+    others.push_back(std::make_unique<FileLock>(taken));
+  }
+  write_file_atomically(folder / "a", "mine");
+  EXPECT_EQ(slurp(folder / "a"), "mine");
+  EXPECT_EQ(names_in(folder.path()).size(), 4u);
+  for (const std::string& name : names_in(folder.path())) {
+    EXPECT_EQ(slurp(folder / name), name == "a" ? "mine" : "theirs");
+  }
+}
+
+TEST(AtomicFile, WhatCannotBeLookedAtIsAnError) {
+  const TempFolder folder;
+  EXPECT_FALSE(path_exists(folder / "none"));
+  EXPECT_FALSE(is_folder(folder / "none"));
+  EXPECT_TRUE(is_folder(folder.path()));
+  const std::string endless(5000, 'x');  // ENAMETOOLONG: neither there nor absent
+  EXPECT_MENTIONS(error_of([&] { path_exists(folder / endless); }), "cannot look at");
+  EXPECT_MENTIONS(error_of([&] { folder_entries(folder / "none"); }), "none");
+  spit(folder / "b", "");
+  spit(folder / "a", "");
+  EXPECT_EQ(folder_entries(folder.path()), (std::vector<fs::path>{folder / "a", folder / "b"}));
+}
+
 TEST(AtomicFile, HeaderWrittenLast) {
   const TempFolder folder;
   AtomicFileWriter file(folder / "a");

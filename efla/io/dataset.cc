@@ -14,18 +14,14 @@ namespace {
 namespace fs = std::filesystem;
 
 std::vector<fs::path> find_shards(const fs::path& path) {
-  std::error_code code;
-  if (!fs::exists(path, code)) recover_folder(path);
-  if (!fs::exists(path, code)) {
+  if (!path_exists(path)) recover_folder(path);
+  if (!path_exists(path)) {
     throw Error("no token shards at " + path.string() +
                 ": the folder does not exist; make it with `efla data prepare`");
   }
-  if (!fs::is_directory(path, code)) return {path};
-  std::vector<fs::path> found;
-  for (const auto& entry : fs::directory_iterator(path)) {
-    if (entry.path().extension() == ".tok") found.push_back(entry.path());
-  }
-  std::sort(found.begin(), found.end());
+  if (!is_folder(path)) return {path};
+  std::vector<fs::path> found = folder_entries(path);
+  std::erase_if(found, [](const fs::path& entry) { return entry.extension() != ".tok"; });
   if (found.empty()) {
     throw Error("no token shards (*.tok) in " + path.string() +
                 ": make them with `efla data prepare`");
@@ -151,18 +147,35 @@ void TokenDataset::seek(const DataPosition& position) {
   position_ = position;
 }
 
+// Where the row at `position` begins in the stream; steps on to the row after it.
+int64_t TokenDataset::take_row(DataPosition& position) {
+  if (position.row == rows_per_epoch_) position = {position.epoch + 1, 0};
+  build_epoch(position.epoch);
+  return phase_ + row_order_[static_cast<size_t>(position.row++)] * options_.length;
+}
+
+int64_t TokenDataset::count_targets(int64_t rows) {
+  DataPosition position = position_;
+  int64_t targets = rows * options_.length;
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t begin = take_row(position);
+    // Each document that ends in the row has a last token without a next one.
+    const auto ends_before = [this](int64_t place) {
+      return std::upper_bound(stream_starts_.begin(), stream_starts_.end(), place);
+    };
+    targets -= ends_before(begin + options_.length) - ends_before(begin);
+  }
+  return targets;
+}
+
 Batch TokenDataset::next_batch(int64_t rows) {
   TORCH_CHECK(rows > 0, "next_batch: rows must be positive, got ", rows);
   TORCH_CHECK(rows <= INT32_MAX / options_.length, "next_batch: ", rows, " rows of ",
               options_.length, " tokens do not fit int32 cu_seqlens");
   Assembly assembly(rows * options_.length);
   for (int64_t i = 0; i < rows; ++i) {
-    if (position_.row == rows_per_epoch_) position_ = {position_.epoch + 1, 0};
-    build_epoch(position_.epoch);
-    const int64_t row = row_order_[static_cast<size_t>(position_.row)];
-    append_row(document_order_, stream_starts_, phase_ + row * options_.length, options_.length,
-               assembly);
-    ++position_.row;
+    const int64_t begin = take_row(position_);  // before the order is read: it may be rebuilt
+    append_row(document_order_, stream_starts_, begin, options_.length, assembly);
   }
   return assembly.finish();
 }

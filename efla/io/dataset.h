@@ -62,6 +62,8 @@ class TokenDataset {
   /// `rows` rows of `length` tokens as one packed row; advances position(). Goes on into the next
   /// epoch when one ends.
   Batch next_batch(int64_t rows);
+  /// Targets in the next `rows` rows, which stay to be handed out.
+  int64_t count_targets(int64_t rows);
   const DataPosition& position() const { return position_; }
   void seek(const DataPosition& position);
   int64_t rows_per_epoch() const { return rows_per_epoch_; }
@@ -90,6 +92,7 @@ class TokenDataset {
 
  private:
   void build_epoch(int64_t epoch);
+  int64_t take_row(DataPosition& position);
   void copy_tokens(int64_t document, int64_t offset, int64_t count, int64_t* out) const;
   /// Appends stream positions [begin, begin + count) of `order` (document indices with their
   /// `starts` in the stream) to a batch under construction.

@@ -178,6 +178,16 @@ TEST_F(Sample, ResumeIsExactAtEveryBatch) {
   }
 }
 
+TEST_F(Sample, TargetsAreCountedAheadWithoutTakingThem) {
+  TokenDataset data(folder / "data", options_of(16)), untouched(folder / "data", options_of(16));
+  for (int i = 0; i < 60; ++i) {  // across epochs
+    const int64_t expected = data.count_targets(3);
+    const Batch batch = data.next_batch(3);
+    EXPECT_EQ(batch.target_count, expected) << i;
+    EXPECT_EQ(values(untouched.next_batch(3).targets), values(batch.targets)) << i;
+  }
+}
+
 TEST_F(Sample, SequentialRowsAreTheFileOrder) {
   TokenDataset data(folder / "data", options_of(16));
   data.next_batch(2);

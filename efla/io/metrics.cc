@@ -1,5 +1,8 @@
 #include "efla/io/metrics.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cmath>
 #include <cstring>
@@ -50,19 +53,33 @@ MetricsLog::MetricsLog(const std::filesystem::path& path, std::optional<int64_t>
   if (resume_step && std::filesystem::exists(path, code))
     kept = lines_until(read_file(path), *resume_step);
   write_file_atomically(path, kept);
-  file_ = std::fopen(path.c_str(), "ab");
-  if (file_ == nullptr) throw Error("cannot write " + path.string() + ": " + std::strerror(errno));
+  descriptor_ = ::open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+  if (descriptor_ < 0) throw Error("cannot write " + path.string() + ": " + std::strerror(errno));
 }
 
-MetricsLog::~MetricsLog() {
-  if (file_ != nullptr) std::fclose(file_);
-}
+MetricsLog::~MetricsLog() { ::close(descriptor_); }
 
 void MetricsLog::write(const nlohmann::json& object) {
   // dump() writes NaN and infinities as null.
-  const std::string line =
-      object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-  if (std::fwrite(line.data(), 1, line.size(), file_) != line.size() || std::fflush(file_) != 0) {
+  pending_ += object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  write_pending();
+}
+
+void MetricsLog::write_pending() {
+  while (!pending_.empty()) {
+    const ssize_t written = ::write(descriptor_, pending_.data(), pending_.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) {
+      throw Error("cannot write " + path_.string() + ": " +
+                  std::strerror(written < 0 ? errno : ENOSPC));
+    }
+    pending_.erase(0, static_cast<size_t>(written));
+  }
+}
+
+void MetricsLog::sync() {
+  write_pending();
+  if (::fsync(descriptor_) != 0 && errno != EINVAL) {  // EINVAL: a pipe or the like
     throw Error("cannot write " + path_.string() + ": " + std::strerror(errno));
   }
 }

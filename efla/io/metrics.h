@@ -2,16 +2,16 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace efla {
 
-/// An append-only file of one JSON object a line, flushed per line, so that a killed run leaves
-/// whole lines.
+/// An append-only file of one JSON object a line, handed to the kernel per line, so that a killed
+/// run leaves whole lines.
 class MetricsLog {
  public:
   /// Opens for appending. With `resume_step`, lines whose "step" is larger and a half-written last
@@ -24,11 +24,17 @@ class MetricsLog {
   MetricsLog& operator=(const MetricsLog&) = delete;
 
   /// Appends one object. NaN and infinities, which JSON lacks, are written as null.
+  /// On an error (a full disk) the line is kept and written first by the next call.
   void write(const nlohmann::json& object);
+  /// Returns when every line is on the disk.
+  void sync();
 
  private:
+  void write_pending();
+
   std::filesystem::path path_;
-  std::FILE* file_ = nullptr;
+  int descriptor_ = -1;
+  std::string pending_;  // not yet taken by the kernel
 };
 
 /// All whole lines of a log. Errors: a missing file, a line before the last that is not a JSON

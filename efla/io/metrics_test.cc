@@ -1,5 +1,8 @@
 #include "efla/io/metrics.h"
 
+#include <signal.h>
+#include <sys/resource.h>
+
 #include <limits>
 #include <nlohmann/json.hpp>
 
@@ -23,6 +26,26 @@ TEST(MetricsLog, EveryLineIsOnDiskAtOnce) {
   const auto lines = read_metrics(folder / "m.jsonl");
   ASSERT_EQ(lines.size(), 2u);
   EXPECT_TRUE(lines[1]["loss"].is_null());
+}
+
+TEST(MetricsLog, ALineThatFailedIsWrittenLater) {
+  const TempFolder folder;
+  MetricsLog log(folder / "m.jsonl");
+  log.write({{"step", 1}});
+  rlimit limit{};
+  ::getrlimit(RLIMIT_FSIZE, &limit);
+  const rlimit tight{std::filesystem::file_size(folder / "m.jsonl") + 4, limit.rlim_max};
+  const auto old_handler = ::signal(SIGXFSZ, SIG_IGN);
+  ::setrlimit(RLIMIT_FSIZE, &tight);
+  const std::string write_error = error_of([&] { log.write({{"step", 2}}); });
+  const std::string sync_error = error_of([&] { log.sync(); });
+  ::setrlimit(RLIMIT_FSIZE, &limit);
+  ::signal(SIGXFSZ, old_handler);
+  EXPECT_MENTIONS(write_error, "m.jsonl");
+  EXPECT_MENTIONS(sync_error, "m.jsonl");
+  log.sync();
+  log.write({{"step", 3}});
+  EXPECT_EQ(slurp(folder / "m.jsonl"), "{\"step\":1}\n{\"step\":2}\n{\"step\":3}\n");
 }
 
 TEST(MetricsLog, KeepsDoublesExactly) {

@@ -21,8 +21,8 @@ struct Plot {
 
 /// Writes NAME.gp (script and data in one file, to be edited and drawn again) and draws NAME.png,
 /// where `png` is
-/// .../NAME.png. Returns whether the picture was drawn; without gnuplot it warns once and the
-/// script stays. Errors: an unwritable folder.
+/// .../NAME.png. Returns whether the picture was drawn; without gnuplot it warns once, the
+/// script stays, and so does an older picture. Errors: an unwritable folder.
 bool draw_plot(const std::filesystem::path& png, const Plot& plot);
 
 }  // namespace efla

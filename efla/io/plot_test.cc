@@ -30,6 +30,14 @@ TEST(Plot, DrawsAPicture) {
   EXPECT_MENTIONS(script, "A \\\"quoted\\\" title");
 }
 
+TEST(Plot, TheScriptDrawsAgainByHand) {
+  const TempFolder folder;
+  ASSERT_TRUE(draw_plot(folder / "loss.png", sample()));
+  std::filesystem::remove(folder / "loss.png");
+  EXPECT_EQ(std::system(("gnuplot '" + (folder / "loss.gp").string() + "'").c_str()), 0);
+  EXPECT_EQ(slurp(folder / "loss.png").substr(1, 3), "PNG");
+}
+
 TEST(Plot, NothingToDraw) {
   const TempFolder folder;
   EXPECT_FALSE(
@@ -50,6 +58,22 @@ TEST(Plot, WithoutGnuplotTheScriptStaysAndOneWarningIsGiven) {
   EXPECT_MENTIONS(said, "gnuplot-nox");
   EXPECT_EQ(said.find("gnuplot-nox"), said.rfind("gnuplot-nox"));
   EXPECT_EQ(testing::names_in(folder.path()), std::vector<std::string>{"loss.gp"});
+}
+
+TEST(Plot, AFailingGnuplotLeavesTheOldPicture) {
+  const TempFolder folder;
+  testing::spit(folder / "loss.png", "the old picture");
+  testing::spit(folder / "gnuplot", "#!/bin/sh\nexit 1\n");
+  std::filesystem::permissions(folder / "gnuplot", std::filesystem::perms::owner_all);
+  const std::string path = std::getenv("PATH");
+  ::setenv("PATH", folder.path().c_str(), 1);
+  ::testing::internal::CaptureStderr();
+  EXPECT_FALSE(draw_plot(folder / "loss.png", sample()));
+  ::testing::internal::GetCapturedStderr();
+  ::setenv("PATH", path.c_str(), 1);
+  EXPECT_EQ(slurp(folder / "loss.png"), "the old picture");
+  EXPECT_EQ(testing::names_in(folder.path()),
+            (std::vector<std::string>{"gnuplot", "loss.gp", "loss.png"}));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "efla/io/checksum.h"
 #include "efla/io/error.h"
 #include "efla/io/utf8.h"
 
@@ -57,7 +58,7 @@ SentencePieceTokenizer::SentencePieceTokenizer(std::string model_bytes, const st
   }
   path_ = path;
   model_bytes_ = std::move(model_bytes);
-  fingerprint_ = model_fingerprint(model_bytes_);
+  fingerprint_ = fnv1a_hex(model_bytes_);
   read_vocabulary();
 }
 

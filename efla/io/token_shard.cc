@@ -1,12 +1,11 @@
 #include "efla/io/token_shard.h"
 
-#include <zlib.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
 
 #include "efla/io/atomic_file.h"
+#include "efla/io/checksum.h"
 #include "efla/io/error.h"
 
 namespace efla {
@@ -16,12 +15,8 @@ constexpr char kMagic[8] = "EFLATOK";
 constexpr uint32_t kVersion = 1;
 constexpr size_t kHeaderBytes = sizeof(ShardHeader);
 
-uint32_t extend_crc(uint32_t crc, const void* data, size_t bytes) {
-  return static_cast<uint32_t>(::crc32_z(crc, static_cast<const Bytef*>(data), bytes));
-}
-
 uint32_t header_crc(const ShardHeader& header) {
-  return extend_crc(0, &header, offsetof(ShardHeader, header_crc32));
+  return crc32_of(&header, offsetof(ShardHeader, header_crc32));
 }
 
 size_t padded(size_t bytes) { return (bytes + 7) / 8 * 8; }
@@ -65,7 +60,7 @@ void ShardWriter::append_document(std::span<const int32_t> tokens, int64_t bytes
   }
   const auto append = [&](const void* data, size_t count) {
     file_->write(data, count);
-    header_.payload_crc32 = extend_crc(header_.payload_crc32, data, count);
+    header_.payload_crc32 = crc32_of(data, count, header_.payload_crc32);
   };
   if (header_.token_width == 2) {
     const std::vector<uint16_t> narrow(tokens.begin(), tokens.end());
@@ -87,8 +82,8 @@ void ShardWriter::finish() {
   const size_t table = documents_.size() * sizeof(ShardDocument);
   file_->write(zeros, padding);
   file_->write(documents_.data(), table);
-  header_.payload_crc32 = extend_crc(header_.payload_crc32, zeros, padding);
-  header_.payload_crc32 = extend_crc(header_.payload_crc32, documents_.data(), table);
+  header_.payload_crc32 = crc32_of(zeros, padding, header_.payload_crc32);
+  header_.payload_crc32 = crc32_of(documents_.data(), table, header_.payload_crc32);
   header_.document_count = documents_.size();
   header_.header_crc32 = header_crc(header_);
   file_->write_at(0, &header_, kHeaderBytes);
@@ -139,7 +134,7 @@ ShardView::ShardView(std::span<const std::byte> bytes, const std::string& origin
 
 void ShardView::verify(const std::string& origin) const {
   const auto payload = bytes_.subspan(kHeaderBytes);
-  if (extend_crc(0, payload.data(), payload.size()) != header_.payload_crc32) {
+  if (crc32_of(payload.data(), payload.size()) != header_.payload_crc32) {
     refuse(origin, " is damaged (the checksum of its tokens does not match)");
   }
   for (int64_t i = 0; i < token_count(); ++i) {

@@ -1,9 +1,7 @@
 #include "efla/io/tokenizer.h"
 
-#include <cinttypes>
-#include <cstdio>
-
 #include "efla/io/atomic_file.h"
+#include "efla/io/checksum.h"
 #include "efla/io/error.h"
 #include "efla/io/sentencepiece_tokenizer.h"
 #include "efla/io/utf8.h"
@@ -17,7 +15,7 @@ class ByteTokenizer : public Tokenizer {
  public:
   ByteTokenizer() {
     path_ = "byte";
-    fingerprint_ = model_fingerprint("byte tokenizer, version 1");
+    fingerprint_ = fnv1a_hex("byte tokenizer, version 1");
   }
   std::vector<int32_t> encode(std::string_view text) const override {
     const auto* bytes = reinterpret_cast<const unsigned char*>(text.data());
@@ -61,16 +59,6 @@ std::string take_complete(std::string& pending) {
 }
 
 }  // namespace
-
-std::string model_fingerprint(std::string_view bytes) {
-  uint64_t hash = 0xCBF29CE484222325u;
-  for (const char byte : bytes) {
-    hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001B3u;
-  }
-  char text[17];
-  std::snprintf(text, sizeof(text), "%016" PRIx64, hash);
-  return text;
-}
 
 std::unique_ptr<Tokenizer> Tokenizer::load(const std::string& path) {
   if (path == "byte") return std::make_unique<ByteTokenizer>();

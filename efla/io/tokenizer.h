@@ -71,10 +71,6 @@ class StreamDecoder {
   bool at_start_ = true;
 };
 
-/// FNV-1a of the bytes, 64 bits, as 16 hex digits: tells models apart (it is no guard against
-/// forgery).
-std::string model_fingerprint(std::string_view model_bytes);
-
 struct TokenizerTraining {
   int64_t vocab_size = 4096;           ///< pieces in all, with 3 control and 256 byte tokens
   std::string model_type = "bpe";      ///< "bpe" or "unigram"
