@@ -19,17 +19,26 @@ struct TrainArguments {
   bool show_recipe = false;
 };
 
+void print_held_out(const TrainResult& result) {
+  const HeldOutPoint &before = result.first_held_out, &after = result.held_out;
+  if (after.tokens == 0) return;  // no held-out data
+  fmt::print("held-out loss  {:.4f} nats per token before, {:.4f} after ({})\n", before.loss,
+             after.loss, result.convention);
+  std::string over =
+      fmt::format("{} {} tokens", result.whole_held_out ? "all" : "the first", after.tokens);
+  if (before.tokens != after.tokens) over += fmt::format(" after, {} before", before.tokens);
+  fmt::print("held-out bits per byte: before {:.4f}, after {:.4f} ({})\n", before.bits_per_byte,
+             after.bits_per_byte, over);
+}
+
 void print_result(const TrainResult& result) {
   if (result.step < result.total_steps) {
-    fmt::print("stopped by train.time_limit after step {} of {}; raise it to go on\n", result.step,
-               result.total_steps);
+    fmt::print("stopped by train.time_limit after step {} of {}; with a higher one {}\n",
+               result.step, result.total_steps, result.go_on);
   }
   fmt::print("training loss  {:.4f} nats per token after {} steps ({} skipped)\n",
              result.train_loss, result.step, result.skipped_steps);
-  if (result.valid_loss == result.valid_loss) {  // NaN without held-out data
-    fmt::print("held-out loss  {:.4f} before, {:.4f} after\n", result.first_valid_loss,
-               result.valid_loss);
-  }
+  print_held_out(result);
   fmt::print("model          {}\ncheckpoint     {}\nmetrics        {}/metrics.jsonl\n",
              result.model, result.checkpoint, result.run_folder);
   if (!result.picture.empty()) fmt::print("loss curve     {}\n", result.picture);
@@ -43,6 +52,9 @@ void run(const TrainArguments& arguments) {
   }
   TrainOptions options;
   options.fresh = arguments.fresh;
+  options.command = {"efla", "train", arguments.config};
+  options.command.insert(options.command.end(), arguments.overrides.begin(),
+                         arguments.overrides.end());
   print_result(train(recipe, options));
 }
 
@@ -65,7 +77,9 @@ void add_train(CLI::App& app) {
       "A run that was stopped or killed goes on when the same command is given again, and its "
       "losses\n"
       "are bit for bit those of a run left alone (same number of threads). Ctrl-C finishes the\n"
-      "step, saves and exits; a second one exits at once.\n\n"
+      "step, saves and exits; a second one exits at once. Held-out losses are those of rows of\n"
+      "data.length tokens that each start with an empty state (rows-LENGTH); efla eval has "
+      "others.\n\n"
       "Example:\n"
       "  efla train configs/quickstart.toml train.steps=500 train.out=runs/short\n");
   command->callback([arguments] { run(*arguments); });

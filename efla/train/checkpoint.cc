@@ -2,7 +2,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>
-#include <zlib.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -10,8 +9,8 @@
 #include <system_error>
 
 #include "efla/io/atomic_file.h"
+#include "efla/io/checksum.h"
 #include "efla/io/error.h"
-#include "efla/io/mapped_file.h"
 #include "efla/io/safetensors.h"
 #include "efla/nn/pretrained.h"
 
@@ -24,14 +23,31 @@ using nlohmann::json;
 constexpr int kFormatVersion = 1;
 constexpr std::string_view kRandomState = "random_state";
 
-uint32_t crc32_of(const void* data, size_t bytes) {
-  return static_cast<uint32_t>(::crc32_z(0, static_cast<const Bytef*>(data), bytes));
-}
+constexpr const char* kChecksumsName = "checksums.json";
 
 json file_record(const fs::path& path) {
-  const auto file = MappedFile::open(path);
-  const auto bytes = std::as_const(*file).bytes();
-  return {{"bytes", bytes.size()}, {"crc32", crc32_of(bytes.data(), bytes.size())}};
+  const FileChecksum sum = checksum_file(path);
+  return {{"bytes", sum.bytes}, {"crc32", sum.crc32}};
+}
+
+// Throws DamagedCheckpoint unless each file of `records` is there as it was written.
+void check_files(const fs::path& folder, const json& records, const std::string& advice) {
+  for (const auto& [name, expected] : records.items()) {
+    const fs::path path = folder / name;
+    if (!path_exists(path)) {
+      throw DamagedCheckpoint(fmt::format("{}: missing; {}", path.string(), advice));
+    }
+    const json actual = file_record(path);
+    if (actual.at("bytes") != expected.at("bytes")) {
+      throw DamagedCheckpoint(fmt::format("{}: damaged, it has {} bytes where {} were written; {}",
+                                          path.string(), actual["bytes"].dump(),
+                                          expected["bytes"].dump(), advice));
+    }
+    if (actual.at("crc32") != expected.at("crc32")) {
+      throw DamagedCheckpoint(fmt::format("{}: damaged, its checksum is not the recorded one; {}",
+                                          path.string(), advice));
+    }
+  }
 }
 
 json to_json(const TrainerState& state) {
@@ -77,6 +93,19 @@ std::string advice() {
   return "restore it from a copy, or remove it to go on from the checkpoint before";
 }
 
+// Renames a damaged checkpoint, so that it counts no more; returns its new name.
+std::string set_aside(const std::string& folder) {
+  std::string moved = folder + ".corrupt";
+  for (int i = 2; path_exists(moved); ++i) moved = fmt::format("{}.corrupt{}", folder, i);
+  std::error_code error;
+  fs::rename(folder, moved, error);
+  if (error) {
+    throw Error(fmt::format("{}: damaged, and cannot be renamed to {}: {}; move it away", folder,
+                            moved, error.message()));
+  }
+  return moved;
+}
+
 void save_optimizer(const AdamW& optimizer, const fs::path& path) {
   NamedTensors tensors = optimizer.state();
   tensors.emplace_back(kRandomState, at::detail::getDefaultCPUGenerator().get_state());
@@ -107,8 +136,8 @@ std::string CheckpointStore::save(const TrainerState& state, const LanguageModel
     stage("trainer");
     json record = {
         {"version", kFormatVersion}, {"state", to_json(state)}, {"files", json::object()}};
-    for (const auto& entry : fs::directory_iterator(folder)) {
-      record["files"][entry.path().filename().string()] = file_record(entry.path());
+    for (const fs::path& path : folder_entries(folder)) {
+      record["files"][path.filename().string()] = file_record(path);
     }
     const std::string text = record.dump();
     record["crc32"] = crc32_of(text.data(), text.size());
@@ -122,10 +151,10 @@ std::string CheckpointStore::save(const TrainerState& state, const LanguageModel
 
 std::vector<std::string> CheckpointStore::list() const {
   std::vector<std::pair<int64_t, std::string>> found;
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(folder_, ignored)) {
-    const int64_t step = step_of(entry.path().filename().string());
-    if (step >= 0 && entry.is_directory()) found.emplace_back(step, entry.path().string());
+  if (!path_exists(folder_)) return {};
+  for (const fs::path& path : folder_entries(folder_)) {
+    const int64_t step = step_of(path.filename().string());
+    if (step >= 0 && is_folder(path)) found.emplace_back(step, path.string());
   }
   std::sort(found.rbegin(), found.rend());
   std::vector<std::string> folders;
@@ -134,22 +163,17 @@ std::vector<std::string> CheckpointStore::list() const {
 }
 
 std::optional<Checkpoint> CheckpointStore::newest_good() const {
-  std::vector<std::string> damaged;
-  std::string first_problem;
+  std::vector<std::pair<std::string, std::string>> damaged;  // folder, problem
   for (const std::string& folder : list()) {
     TrainerState state;
     try {
       state = verify_checkpoint(folder);
-    } catch (const Error& error) {
-      if (damaged.empty()) first_problem = error.what();
-      damaged.push_back(folder);
+    } catch (const DamagedCheckpoint& error) {
+      damaged.emplace_back(folder, error.what());
       continue;
     }
-    for (const std::string& bad : damaged) {
-      std::string moved = bad + ".corrupt";
-      for (int i = 2; fs::exists(moved); ++i) moved = fmt::format("{}.corrupt{}", bad, i);
-      fs::rename(bad, moved);
-      warn_(fmt::format("{}; kept as {}, going on from {}", first_problem, moved, folder));
+    for (const auto& [bad, problem] : damaged) {
+      warn_(fmt::format("{}; kept as {}, going on from {}", problem, set_aside(bad), folder));
     }
     return Checkpoint{folder, state};
   }
@@ -157,17 +181,15 @@ std::optional<Checkpoint> CheckpointStore::newest_good() const {
     throw Error(
         fmt::format("{}, and no older checkpoint is whole: restore one from a copy, or start "
                     "over in a new folder with --fresh",
-                    first_problem));
+                    damaged.front().second));
   }
   return std::nullopt;
 }
 
 void CheckpointStore::recover() const {
   std::error_code ignored;
-  std::vector<fs::path> entries;
-  for (const auto& entry : fs::directory_iterator(folder_, ignored))
-    entries.push_back(entry.path());
-  for (const fs::path& path : entries) {
+  if (!path_exists(folder_)) return;
+  for (const fs::path& path : folder_entries(folder_)) {
     const std::string name = path.filename().string();
     if (name.rfind("removing-", 0) == 0) fs::remove_all(path, ignored);
     // Half-written and half-replaced checkpoints carry the name of their target and a suffix.
@@ -194,6 +216,9 @@ void CheckpointStore::prune(int64_t keep) const {
 
 TrainerState verify_checkpoint(const std::string& folder) {
   const fs::path record_path = fs::path(folder) / "trainer.json";
+  if (!path_exists(record_path)) {
+    throw DamagedCheckpoint(fmt::format("{}: missing; {}", record_path.string(), advice()));
+  }
   const std::string text = read_file(record_path);
   json record;
   try {
@@ -202,30 +227,18 @@ TrainerState verify_checkpoint(const std::string& folder) {
     record.erase("crc32");
     const std::string rest = record.dump();
     if (crc32_of(rest.data(), rest.size()) != recorded) {
-      throw Error(
+      throw DamagedCheckpoint(
           fmt::format("{}: the checksum does not match; {}", record_path.string(), advice()));
     }
     if (record.at("version").get<int>() != kFormatVersion) {
       throw Error(fmt::format("{}: format version {} is not {}, the one this program reads",
                               record_path.string(), record["version"].dump(), kFormatVersion));
     }
-    for (const auto& [name, expected] : record.at("files").items()) {
-      const fs::path path = fs::path(folder) / name;
-      const json actual = file_record(path);
-      if (actual.at("bytes") != expected.at("bytes")) {
-        throw Error(fmt::format("{}: damaged, it has {} bytes where {} were written; {}",
-                                path.string(), actual["bytes"].dump(), expected["bytes"].dump(),
-                                advice()));
-      }
-      if (actual.at("crc32") != expected.at("crc32")) {
-        throw Error(fmt::format("{}: damaged, its checksum is not the recorded one; {}",
-                                path.string(), advice()));
-      }
-    }
+    check_files(folder, record.at("files"), advice());
     return state_from_json(record.at("state"));
   } catch (const json::exception&) {
-    throw Error(fmt::format("{}: damaged, it is not the JSON that was written; {}",
-                            record_path.string(), advice()));
+    throw DamagedCheckpoint(fmt::format("{}: damaged, it is not the JSON that was written; {}",
+                                        record_path.string(), advice()));
   }
 }
 
@@ -250,18 +263,44 @@ void load_checkpoint(const std::string& folder, LanguageModel& model, AdamW& opt
 
 void publish_model(const std::string& checkpoint, const std::string& folder) {
   write_folder_atomically(folder, [&checkpoint](const fs::path& target) {
+    json records = json::object();
     for (const char* name : {"config.json", "model.safetensors", "tokenizer.model"}) {
       const fs::path source = fs::path(checkpoint) / name;
-      if (!fs::exists(source)) continue;
+      if (!path_exists(source)) continue;
       std::error_code error;
-      fs::create_hard_link(source, target / name, error);
-      if (error) fs::copy_file(source, target / name);
+      fs::copy_file(source, target / name, error);
+      if (error) {
+        throw Error(
+            fmt::format("cannot copy {} into {}: {}; mend that and run again, the "
+                        "checkpoint is whole",
+                        source.string(), target.string(), error.message()));
+      }
+      records[name] = file_record(target / name);
     }
+    write_file_atomically(target / kChecksumsName, records.dump(2) + "\n");
   });
 }
 
+void verify_model(const std::string& folder) {
+  const fs::path path(folder);
+  if (path_exists(path / "trainer.json")) {
+    verify_checkpoint(folder);
+    return;
+  }
+  const fs::path records = path / kChecksumsName;
+  if (!path_exists(records)) return;
+  const std::string advice = fmt::format(
+      "copy it again from the run, or remove {} if it was changed on purpose", kChecksumsName);
+  try {
+    check_files(path, json::parse(read_file(records)), advice);
+  } catch (const json::exception&) {
+    throw DamagedCheckpoint(fmt::format("{}: damaged, it is not the JSON that was written; {}",
+                                        records.string(), advice));
+  }
+}
+
 std::string resolve_model_folder(const std::string& path) {
-  if (fs::exists(fs::path(path) / "config.json")) return path;
+  if (path_exists(fs::path(path) / "config.json")) return path;
   const CheckpointStore store(path, [](const std::string&) {});
   const std::vector<std::string> folders = store.list();
   if (!folders.empty()) return folders.front();

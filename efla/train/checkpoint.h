@@ -15,10 +15,19 @@
 #include <vector>
 
 #include "efla/io/dataset.h"
+#include "efla/io/error.h"
 #include "efla/nn/language_model.h"
 #include "efla/train/optimizer.h"
 
 namespace efla {
+
+/// The bytes on the disk are not those that were written, or a file of them is gone. Other failures
+/// to read (no right to, a failing disk, too many open files, another version) are plain Errors:
+/// they say nothing against the checkpoint.
+class DamagedCheckpoint : public Error {
+ public:
+  using Error::Error;
+};
 
 /// What a run needs, beside weights and moments, to go on as if it had never stopped.
 struct TrainerState {
@@ -52,11 +61,13 @@ class CheckpointStore {
   std::string save(const TrainerState& state, const LanguageModel& model, const AdamW& optimizer,
                    const std::string& tokenizer_model, int64_t keep) const;
 
-  /// Complete checkpoint folders, newest first. Cheap: only names are read.
+  /// Complete checkpoint folders, newest first. Cheap: only names are read. Throws Error when the
+  /// folder of checkpoints cannot be read.
   std::vector<std::string> list() const;
 
   /// The newest checkpoint that verifies. Damaged newer ones are renamed to *.corrupt with a
-  /// warning. Nothing if there are none at all; throws Error if all are damaged.
+  /// warning. Nothing if there are none at all; throws Error if all are damaged, or if one cannot
+  /// be read for another reason.
   std::optional<Checkpoint> newest_good() const;
 
   /// Finishes or undoes what a killed run had begun. Call with the run locked.
@@ -73,16 +84,22 @@ class CheckpointStore {
   Warn warn_;
 };
 
-/// The trainer's state in a checkpoint. Throws Error, in one sentence with the path, unless every
-/// file of the folder has its recorded size and checksum.
+/// The trainer's state in a checkpoint. Throws DamagedCheckpoint, in one sentence with the path,
+/// unless every file of the folder has its recorded size and checksum.
 TrainerState verify_checkpoint(const std::string& folder);
 
 /// Weights, moments and torch's random state back from a verified folder.
 void load_checkpoint(const std::string& folder, LanguageModel& model, AdamW& optimizer);
 
 /// Makes `folder` the model of `checkpoint` (config.json, model.safetensors, tokenizer.model)
-/// without the trainer's files, atomically; hard links where the file system has them.
+/// without the trainer's files, atomically. Copies, so that what is done to the model leaves the
+/// run as it is; checksums.json beside them holds their sizes and checksums.
 void publish_model(const std::string& checkpoint, const std::string& folder);
+
+/// Compares a model folder with its recorded checksums: trainer.json of a checkpoint,
+/// checksums.json of a published model; a folder that has neither passes. Throws DamagedCheckpoint
+/// naming the file.
+void verify_model(const std::string& folder);
 
 /// Accepts a model folder, a checkpoint or a run folder; returns the folder that holds config.json
 /// (the newest checkpoint of a run). Throws UsageError when there is none.

@@ -7,8 +7,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 
 #include "efla/io/atomic_file.h"
+#include "efla/io/checksum.h"
 #include "efla/io/error.h"
 #include "efla/nn/pretrained.h"
 
@@ -135,6 +137,53 @@ TEST_F(CheckpointTest, IsAModelFolder) {
   EXPECT_FALSE(fs::exists(folder_ + "/final/optimizer.safetensors"));
 }
 
+TEST_F(CheckpointTest, PublishedModelIsApartFromTheRun) {
+  const std::string path = save(3), model = folder_ + "/final";
+  publish_model(path, model);
+  EXPECT_NO_THROW(verify_model(model));
+  EXPECT_NO_THROW(verify_model(path));
+  for (const char* name : {"model.safetensors", "config.json", "tokenizer.model"}) {
+    std::string bytes = bytes_of(model + "/" + name);
+    bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 1);
+    {
+      std::fstream file(model + "/" + name, std::ios::in | std::ios::out | std::ios::binary);
+      file << bytes;  // in place, as a careless program does
+    }
+    EXPECT_THROW(verify_model(model), DamagedCheckpoint) << name;
+    EXPECT_NO_THROW(verify_checkpoint(path)) << name;
+    publish_model(path, model);
+  }
+  overwrite(model + "/checksums.json", "{");
+  EXPECT_THROW(verify_model(model), DamagedCheckpoint);
+  fs::remove(model + "/checksums.json");
+  EXPECT_NO_THROW(verify_model(model));  // a model from elsewhere has none
+}
+
+TEST_F(CheckpointTest, WhatIsNoDamageSetsNothingAside) {
+  save(1);
+  const std::string newest = save(2), record = newest + "/trainer.json";
+  const std::string good = bytes_of(record);
+  // Another format version, with its own checksum.
+  auto changed = nlohmann::json::parse(good);
+  changed.erase("crc32");
+  changed["version"] = 2;
+  const std::string text = changed.dump();
+  changed["crc32"] = crc32_of(text.data(), text.size());
+  overwrite(record, changed.dump());
+  EXPECT_THROW(store_.newest_good(), Error);
+  overwrite(record, good);
+  // A file that cannot be opened: a link that leads to itself (ELOOP).
+  const std::string weights = newest + "/model.safetensors";
+  fs::rename(weights, weights + ".away");
+  fs::create_symlink("model.safetensors", weights);
+  EXPECT_THROW(store_.newest_good(), Error);
+  fs::remove(weights);
+  fs::rename(weights + ".away", weights);
+  EXPECT_EQ(store_.newest_good()->state.step, 2);
+  EXPECT_TRUE(warnings_.empty());
+  EXPECT_EQ(names(), (std::vector<std::string>{"step-00000001", "step-00000002"}));
+}
+
 TEST_F(CheckpointTest, KeepsTheNewest) {
   for (const int64_t step : {2, 10, 9999999, 123456789}) save(step, 2);
   EXPECT_EQ(names(), (std::vector<std::string>{"step-09999999", "step-123456789"}));
@@ -248,8 +297,8 @@ TEST_F(CheckpointTest, DamagedNewestFallsBackWithAWarning) {
   overwrite(newest + "/model.safetensors", "");
   EXPECT_EQ(store_.newest_good()->folder, old);
   ASSERT_EQ(warnings_.size(), 2u);
-  EXPECT_NE(warnings_[0].find(newest), std::string::npos) << warnings_[0];
-  EXPECT_NE(warnings_[1].find(middle), std::string::npos) << warnings_[1];
+  EXPECT_EQ(warnings_[0].find(newest + "/model.safetensors: damaged"), 0u) << warnings_[0];
+  EXPECT_EQ(warnings_[1].find(middle + "/config.json: damaged"), 0u) << warnings_[1];
   EXPECT_TRUE(fs::exists(newest + ".corrupt/config.json"));  // nothing is thrown away
   EXPECT_EQ(store_.list(), (std::vector<std::string>{old}));
   save(3);  // the name is free again

@@ -11,6 +11,8 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
+#include "efla/io/atomic_file.h"
+#include "efla/io/checksum.h"
 #include "efla/io/error.h"
 #include "efla/train/nearest_name.h"
 #include "efla/train/recipe_fields.h"
@@ -132,6 +134,11 @@ void assign(const RecipeField& field, const Setting& setting) {
       refuse(field.key, setting, fmt::format("one of {}", fmt::join(field.choices, ", ")));
     }
     **target = text;
+    return;
+  }
+  if (auto* const* target = std::get_if<bool*>(&field.value)) {
+    if (!value.is_boolean()) refuse(field.key, setting, "true or false");
+    **target = value.get<bool>();
     return;
   }
   const bool integer = std::holds_alternative<int64_t*>(field.value);
@@ -269,7 +276,7 @@ Recipe Recipe::parse(const std::string& text, const std::string& name,
 }
 
 Recipe Recipe::load(const std::string& path, const std::vector<std::string>& overrides) {
-  if (std::filesystem::is_directory(path)) {
+  if (is_folder(path)) {
     throw UsageError(
         fmt::format("{}: is a folder; give a recipe file such as configs/quickstart.toml", path));
   }
@@ -330,12 +337,12 @@ bool may_change_on_resume(const std::string& key) {
 }
 
 std::string recipe_hash(const Recipe& recipe) {
-  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  std::string deciding;
   for (const auto& [key, value] : recipe.settings()) {
     if (may_change_on_resume(key)) continue;
-    for (const unsigned char c : key + "=" + value + "\n") hash = (hash ^ c) * 0x100000001b3;
+    deciding += key + "=" + value + "\n";
   }
-  return fmt::format("{:016x}", hash);
+  return fnv1a_hex(deciding);
 }
 
 }  // namespace efla

@@ -21,6 +21,7 @@ struct DataRecipe {
   std::string tokenizer;  // .model file or "byte"; empty: tokenizer.model beside the shards
   int64_t length = 256;   // tokens in a row
   int64_t batch = 8;      // rows in a micro-batch
+  bool verify = true;     // read every shard once at the start and compare its checksum
 };
 
 struct OptimizerRecipe {
@@ -38,21 +39,21 @@ struct ScheduleRecipe {
 };
 
 struct TrainRecipe {
-  std::string out;                  // run folder: checkpoints, metrics.jsonl, recipe.toml, loss.png
-  int64_t steps = 0;                // updates; give this or `tokens`
-  int64_t tokens = 0;               // training tokens, rounded up to whole steps
-  int64_t grad_accumulation = 1;    // micro-batches in a step
-  double clip = 1.0;                // largest global gradient norm; 0: no clipping
-  int64_t eval_interval = 100;      // steps between held-out losses; 0: only before and after
-  int64_t eval_tokens = 0;          // held-out tokens per evaluation; 0: all
-  int64_t checkpoint_interval = 0;  // steps between checkpoints; 0: only at the end
-  int64_t keep = 2;                 // newest checkpoints that stay on disk
-  int64_t seed = 42;                // weights and data order
-  int64_t threads = 0;              // 0: all cores
-  std::string dtype = "float32";    // of weights and arithmetic: float32, or float64 for checks
-  int64_t max_bad_steps = 10;       // skipped updates in a row that end the run
-  double log_interval = 10;         // seconds between printed lines where there is no terminal
-  double time_limit = 0;            // seconds after which the run saves and stops; 0: none
+  std::string out;                // run folder: checkpoints, metrics.jsonl, recipe.toml, loss.png
+  int64_t steps = 0;              // updates; give this or `tokens`
+  int64_t tokens = 0;             // training tokens, rounded up to whole steps
+  int64_t grad_accumulation = 1;  // micro-batches in a step
+  double clip = 1.0;              // largest global gradient norm; 0: no clipping
+  int64_t eval_interval = 100;    // steps between held-out losses; 0: only before and after
+  int64_t eval_tokens = 0;        // held-out tokens per evaluation; 0: all
+  int64_t checkpoint_interval = 500;  // steps between checkpoints; 0: only at the end
+  int64_t keep = 2;                   // newest checkpoints that stay on disk
+  int64_t seed = 42;                  // weights and data order
+  int64_t threads = 0;                // 0: all cores
+  std::string dtype = "float32";      // of weights and arithmetic: float32, or float64 for checks
+  int64_t max_bad_steps = 10;         // skipped updates in a row that end the run
+  double log_interval = 10;           // seconds between printed lines where there is no terminal
+  double time_limit = 0;              // seconds after which the run saves and stops; 0: none
 };
 
 struct Recipe {

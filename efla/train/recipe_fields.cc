@@ -15,6 +15,7 @@ std::vector<RecipeField> recipe_fields(Recipe& recipe) {
       {"data.tokenizer", &data.tokenizer},
       {"data.length", &data.length, 2, 1 << 24},
       {"data.batch", &data.batch, 1, 1 << 16},
+      {"data.verify", &data.verify, 0, 0, {}, kFree},
       {"optimizer.learning_rate", &optimizer.learning_rate, 0, 10},
       {"optimizer.beta1", &optimizer.beta1, 0, 0.999999},
       {"optimizer.beta2", &optimizer.beta2, 0, 0.999999},

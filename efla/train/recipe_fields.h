@@ -13,7 +13,7 @@ namespace efla {
 
 struct RecipeField {
   std::string key;  // "train.steps"
-  std::variant<int64_t*, double*, std::string*> value;
+  std::variant<int64_t*, double*, bool*, std::string*> value;
   double low = 0, high = 0;               // numbers: smallest and largest allowed, inclusive
   std::vector<std::string> choices = {};  // strings: empty means any
   bool may_change_on_resume = false;      // does not alter the losses

@@ -45,20 +45,21 @@ void check_same_run(const fs::path& path, const Recipe& recipe) {
 }  // namespace
 
 RunFolder::RunFolder(const Recipe& recipe) : path_(recipe.train.out) {
-  if (fs::exists(path_) && !fs::is_directory(path_)) {
+  if (path_exists(path_) && !is_folder(path_)) {
     throw UsageError(fmt::format("{}: train.out is a file; give a folder", path()));
   }
-  resuming_ = fs::exists(path_ / "recipe.toml");
+  resuming_ = path_exists(path_ / "recipe.toml");
   if (resuming_) {
     check_same_run(path_, recipe);
-  } else if (fs::exists(path_ / "checkpoints") || fs::exists(metrics_path())) {
+  } else if (path_exists(path_ / "checkpoints") || path_exists(metrics_path())) {
     throw UsageError(fmt::format(
         "{}: holds checkpoints or metrics but no recipe.toml; give another train.out or --fresh",
         path()));
   }
   make_folder(path_);
   lock_ = std::make_unique<FileLock>(path_ / "train.lock");
-  if (!resuming_ && fs::exists(path_ / "recipe.toml")) {  // another process was here just before us
+  if (!resuming_ &&
+      path_exists(path_ / "recipe.toml")) {  // another process was here just before us
     check_same_run(path_, recipe);
     resuming_ = true;
   }
@@ -69,7 +70,7 @@ std::string first_free_folder(const std::string& path) {
   std::string trimmed = path;
   while (trimmed.size() > 1 && trimmed.back() == '/') trimmed.pop_back();
   std::string candidate = trimmed;
-  for (int i = 2; fs::exists(candidate); ++i) candidate = fmt::format("{}-{}", trimmed, i);
+  for (int i = 2; path_exists(candidate); ++i) candidate = fmt::format("{}-{}", trimmed, i);
   return candidate;
 }
 

@@ -16,18 +16,24 @@ RunLog::RunLog(const std::filesystem::path& path, std::optional<int64_t> resume_
 }
 
 void RunLog::read_history(const std::filesystem::path& path) {
+  // A skipped update's NaN is null in the file.
+  const auto number = [](const json& line, const char* key) {
+    const json value = line.value(key, json());
+    return value.is_number() ? value.get<double>() : std::numeric_limits<double>::quiet_NaN();
+  };
   for (const json& line : read_metrics(path)) {
-    // A skipped update's NaN is null in the file.
-    const json loss = line.value("loss", json());
-    const double value =
-        loss.is_number() ? loss.get<double>() : std::numeric_limits<double>::quiet_NaN();
-    const double step = line.value("step", 0.0);
-    (line.value("type", "") == "valid" ? valid_ : train_).emplace_back(step, value);
+    if (line.value("type", "") == "valid") {
+      held_out_.push_back({line.value("step", int64_t{0}), number(line, "loss"),
+                           number(line, "bits_per_byte"), line.value("tokens", int64_t{0})});
+    } else {
+      train_.emplace_back(line.value("step", 0.0), number(line, "loss"));
+    }
   }
 }
 
 void RunLog::train(const StepReport& report, int64_t tokens_seen, int64_t skipped_steps,
                    double seconds) {
+  train_.emplace_back(static_cast<double>(report.step), report.loss);
   log_.write({{"type", "train"},
               {"step", report.step},
               {"loss", report.loss},
@@ -37,15 +43,17 @@ void RunLog::train(const StepReport& report, int64_t tokens_seen, int64_t skippe
               {"skipped_steps", skipped_steps},
               {"tokens_per_second", static_cast<double>(report.tokens) / report.seconds},
               {"seconds", seconds}});
-  train_.emplace_back(static_cast<double>(report.step), report.loss);
 }
 
 void RunLog::valid(int64_t step, const HeldOutLoss& loss) {
-  json line = {
-      {"type", "valid"}, {"step", step}, {"loss", loss.per_token()}, {"tokens", loss.targets}};
-  if (loss.whole) line["bits_per_byte"] = loss.bits_per_byte();
-  log_.write(line);
-  valid_.emplace_back(static_cast<double>(step), loss.per_token());
+  held_out_.push_back({step, loss.per_token(), loss.bits_per_byte(), loss.targets});
+  log_.write({{"type", "valid"},
+              {"step", step},
+              {"loss", loss.per_token()},
+              {"convention", loss.convention()},
+              {"tokens", loss.targets},
+              {"bytes", loss.bytes},
+              {"bits_per_byte", loss.bits_per_byte()}});
 }
 
 bool RunLog::draw(const std::filesystem::path& png, const std::string& title) const {
@@ -54,7 +62,11 @@ bool RunLog::draw(const std::filesystem::path& png, const std::string& title) co
   plot.x_label = "step";
   plot.y_label = "loss (nats per token)";
   plot.curves.push_back({"training", train_});
-  if (!valid_.empty()) plot.curves.push_back({"held out", valid_});
+  Points valid;
+  for (const HeldOutPoint& point : held_out_) {
+    valid.emplace_back(static_cast<double>(point.step), point.loss);
+  }
+  if (!valid.empty()) plot.curves.push_back({"held out", valid});
   return draw_plot(png, plot);
 }
 

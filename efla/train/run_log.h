@@ -2,13 +2,15 @@
 //
 // One JSON object a line. {"type": "train", "step", "loss" (nats per token), "learning_rate",
 // "gradient_norm" (before clipping), "tokens" (targets trained on so far), "skipped_steps",
-// "tokens_per_second", "seconds"} after each update, {"type": "valid", "step", "loss", "tokens",
-// "bits_per_byte" (when all held-out text was read)} after each evaluation. Losses are written so
+// "tokens_per_second", "seconds"} after each update, {"type": "valid", "step", "loss", "convention"
+// ("rows-LENGTH", held_out.h), "tokens" (predicted), "bytes" (of their text), "bits_per_byte"}
+// before the first update and after each evaluation. Losses are written so
 // that they read back bit for bit.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -28,6 +30,13 @@ struct StepReport {
   double seconds = 0;
 };
 
+struct HeldOutPoint {
+  int64_t step = 0;
+  double loss = std::numeric_limits<double>::quiet_NaN();  // nats per token
+  double bits_per_byte = std::numeric_limits<double>::quiet_NaN();
+  int64_t tokens = 0;  // predicted
+};
+
 class RunLog {
  public:
   /// `resume_step`: keep the lines up to that step (0: none but those of step 0); absent: start
@@ -39,7 +48,10 @@ class RunLog {
 
   using Points = std::vector<std::pair<double, double>>;  // step, loss
   const Points& train_losses() const { return train_; }
-  const Points& valid_losses() const { return valid_; }
+  const std::vector<HeldOutPoint>& held_out() const { return held_out_; }
+
+  /// Returns when every line is on the disk.
+  void sync() { log_.sync(); }
 
   /// Draws both curves; returns whether gnuplot was there to do it.
   bool draw(const std::filesystem::path& png, const std::string& title) const;
@@ -47,7 +59,8 @@ class RunLog {
  private:
   void read_history(const std::filesystem::path& path);
 
-  Points train_, valid_;
+  Points train_;
+  std::vector<HeldOutPoint> held_out_;
   MetricsLog log_;
 };
 

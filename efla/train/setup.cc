@@ -5,6 +5,7 @@
 
 #include <filesystem>
 
+#include "efla/io/atomic_file.h"
 #include "efla/io/error.h"
 
 namespace efla {
@@ -15,9 +16,8 @@ namespace fs = std::filesystem;
 std::unique_ptr<Tokenizer> open_tokenizer(const Recipe& recipe) {
   if (!recipe.data.tokenizer.empty()) return Tokenizer::load(recipe.data.tokenizer);
   const fs::path shards(recipe.data.train);
-  const fs::path beside =
-      (fs::is_directory(shards) ? shards : shards.parent_path()) / "tokenizer.model";
-  if (!fs::exists(beside)) {
+  const fs::path beside = (is_folder(shards) ? shards : shards.parent_path()) / "tokenizer.model";
+  if (!path_exists(beside)) {
     throw UsageError(
         fmt::format("{}: no tokenizer.model beside the shards; give data.tokenizer, a "
                     ".model file or \"byte\"",
@@ -41,12 +41,13 @@ void complete_model(Recipe& recipe, const Tokenizer& tokenizer) {
   };
   if (!given("bos_token_id")) model.bos_token_id = id(tokenizer.bos_id());
   if (!given("eos_token_id")) model.eos_token_id = id(tokenizer.eos_id());
+  model.tokenizer_fingerprint = tokenizer.fingerprint();
   model.validate("[model]");
 }
 
 std::unique_ptr<TokenDataset> open_data(const std::string& path, const std::string& key,
                                         const Recipe& recipe, const Tokenizer& tokenizer) {
-  if (!fs::exists(path)) {
+  if (!path_exists(path)) {
     throw UsageError(
         fmt::format("{} = {}: no such folder; make it with efla data prepare", key, path));
   }
@@ -55,6 +56,7 @@ std::unique_ptr<TokenDataset> open_data(const std::string& path, const std::stri
   options.seed = static_cast<uint64_t>(recipe.train.seed);
   options.tokenizer = tokenizer.fingerprint();
   options.vocab_size = recipe.model.vocab_size;
+  options.verify_payload = recipe.data.verify;
   return std::make_unique<TokenDataset>(path, options);
 }
 

@@ -12,8 +12,9 @@ namespace efla {
 
 struct TrainingSetup {
   /// Opens tokenizer and shards and completes `recipe`: vocab_size and the bos and eos tokens come
-  /// from the tokenizer unless the recipe gave them. Throws UsageError when tokenizer, shards and
-  /// model do not fit together or the machine cannot hold the model, Error for damaged files.
+  /// from the tokenizer unless the recipe gave them, its fingerprint always. Throws UsageError when
+  /// tokenizer, shards and model do not fit together or the machine cannot hold the model, Error
+  /// for damaged files.
   explicit TrainingSetup(Recipe& recipe);
 
   std::unique_ptr<Tokenizer> tokenizer;

@@ -3,11 +3,15 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cctype>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <new>
 #include <nlohmann/json.hpp>
 
 #include "efla/io/dataset.h"
@@ -56,8 +60,13 @@ class Trainer {
   std::string status() const;
   void show(const StepReport& report);
   void evaluate_if_due(bool last);
+  void loop();
   void save();
+  std::string rescue();
+  std::string how_to_go_on() const;
+  [[noreturn]] void fail(const std::string& sentence);
   void stop_if_asked();
+  void stop_if_bad();
   TrainResult finish();
   void warn(const std::string& sentence) const;
 
@@ -73,9 +82,21 @@ class Trainer {
   std::unique_ptr<RunLog> log_;
   std::unique_ptr<Progress> progress_;
   std::string newest_checkpoint_, first_bad_tensor_;
-  int64_t saved_step_ = -1;  // of newest_checkpoint_
-  double rate_ = 0;          // tokens per second, smoothed
+  int64_t saved_step_ = 0;  // of newest_checkpoint_
+  bool updating_ = false;   // the weights are of no step
+  double rate_ = 0;         // tokens per second, smoothed
 };
+
+// As a shell reads it back.
+std::string quoted(const std::string& word) {
+  const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char c) {
+    return std::isalnum(c) != 0 || std::strchr("_-./=,:+@%", c) != nullptr;
+  });
+  if (plain && !word.empty()) return word;
+  std::string text = "'";
+  for (const char c : word) text += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return text + "'";
+}
 
 LanguageModel new_model(const Recipe& recipe) {
   torch::manual_seed(static_cast<uint64_t>(recipe.train.seed));
@@ -166,22 +187,20 @@ bool Trainer::out_of_time() const {
 
 // One update: the mean loss over all target tokens of all micro-batches, its gradient, clipping,
 // AdamW. The sum over micro-batches equals one large batch because each is divided by the common
-// number of targets.
+// number of targets. The state moves on last, so that an error on the way leaves it at the step
+// before.
 StepReport Trainer::update(int64_t step) {
   const Clock::time_point begin = Clock::now();
   StepReport report;
   report.step = step;
   report.learning_rate = schedule_.learning_rate(step);
   report.tokens = recipe_.tokens_per_step();
-  std::vector<Batch> batches;
-  int64_t targets = 0;
-  for (int64_t i = 0; i < recipe_.train.grad_accumulation; ++i) {
-    batches.push_back(setup_.train_data->next_batch(recipe_.data.batch));
-    targets += batches.back().target_count;
-  }
+  const int64_t targets =
+      setup_.train_data->count_targets(recipe_.train.grad_accumulation * recipe_.data.batch);
   const double divisor = static_cast<double>(std::max<int64_t>(targets, 1));
   optimizer_.zero_grad();
-  for (const Batch& batch : batches) {
+  for (int64_t i = 0; i < recipe_.train.grad_accumulation; ++i) {
+    const Batch batch = setup_.train_data->next_batch(recipe_.data.batch);
     const LossSum loss = model_->loss(batch.input_ids, batch.targets, batch.cu_seqlens);
     (loss.nll / divisor).backward();
     report.loss += loss.nll.item<double>() / divisor;
@@ -189,15 +208,17 @@ StepReport Trainer::update(int64_t step) {
   if (options_.on_gradients) options_.on_gradients(step, model_);
   report.gradient_norm = clip_gradients(optimizer_.parameters(), recipe_.train.clip);
   report.skipped = !std::isfinite(report.loss) || !std::isfinite(report.gradient_norm);
-  state_.step = step;
-  state_.position = setup_.train_data->position();
-  state_.tokens_seen += targets;
   if (report.skipped) {
     count_skip(report);
   } else {
+    updating_ = true;
     optimizer_.step(report.learning_rate);
+    updating_ = false;
     state_.bad_in_a_row = 0;
   }
+  state_.step = step;
+  state_.position = setup_.train_data->position();
+  state_.tokens_seen += targets;
   report.seconds = seconds_since(begin);
   state_.seconds += report.seconds;
   return report;
@@ -219,8 +240,8 @@ std::string Trainer::status() const {
   if (!log_->train_losses().empty()) {
     add(fmt::format("loss {:.4f}", log_->train_losses().back().second));
   }
-  if (!log_->valid_losses().empty()) {
-    add(fmt::format("held out {:.4f}", log_->valid_losses().back().second));
+  if (!log_->held_out().empty()) {
+    add(fmt::format("held out {:.4f}", log_->held_out().back().loss));
   }
   if (state_.skipped_steps > 0) add(fmt::format("{} skipped", state_.skipped_steps));
   if (rate_ > 0) add(format_count(rate_) + " tokens/s");
@@ -239,24 +260,52 @@ void Trainer::evaluate_if_due(bool last) {
   if (!setup_.valid_data) return;
   const int64_t interval = recipe_.train.eval_interval;
   const bool due = last || state_.step == 0 || (interval > 0 && state_.step % interval == 0);
-  const auto& done = log_->valid_losses();
-  if (!due || (!done.empty() && done.back().first == static_cast<double>(state_.step))) return;
+  const auto& done = log_->held_out();
+  if (!due || (!done.empty() && done.back().step == state_.step)) return;
   progress_->update(state_.step, "computing the held-out loss");
   const std::optional<HeldOutLoss> loss =
-      held_out_loss(model_, *setup_.valid_data, recipe_.data.batch, recipe_.train.eval_tokens,
-                    [] { return StopSignal::received() != nullptr; });
+      held_out_loss(model_, *setup_.valid_data, *setup_.tokenizer, recipe_.data.batch,
+                    recipe_.train.eval_tokens, [] { return StopSignal::received() != nullptr; });
   if (!loss) return;
   log_->valid(state_.step, *loss);
-  const std::string bits =
-      loss->whole ? fmt::format(", {:.4f} bits per byte", loss->bits_per_byte()) : "";
-  progress_->message(fmt::format("step {}: held-out loss {:.4f} nats per token{}", state_.step,
-                                 loss->per_token(), bits));
+  progress_->message(
+      fmt::format("step {}: held-out loss {:.4f} nats per token, {:.4f} bits per byte ({})",
+                  state_.step, loss->per_token(), loss->bits_per_byte(), loss->convention()));
   progress_->update(state_.step, status());
 }
 
 void Trainer::save() {
+  log_->sync();  // a resumed run does not write the lines of saved steps again
   newest_checkpoint_ =
       store_.save(state_, model_, optimizer_, setup_.tokenizer->model_bytes(), recipe_.train.keep);
+  saved_step_ = state_.step;
+}
+
+std::string Trainer::how_to_go_on() const {
+  if (!options_.fresh) return "the same command goes on from there";
+  const std::string out = quoted("train.out=" + folder_.path());
+  if (options_.command.empty()) return out + " without --fresh goes on from there";
+  std::string command;
+  for (const std::string& word : options_.command) command += quoted(word) + " ";
+  return fmt::format("`{}{}` goes on from there", command, out);
+}
+
+// Saves what an error would lose; returns what to add to its sentence.
+std::string Trainer::rescue() {
+  if (updating_ || state_.step <= saved_step_) return "";
+  try {
+    save();
+  } catch (const std::exception&) {  // most likely for the same reason, which is reported
+    return "";
+  }
+  return fmt::format("; saved after step {} in {}, {}", state_.step, newest_checkpoint_,
+                     how_to_go_on());
+}
+
+void Trainer::fail(const std::string& sentence) {
+  const std::string saved = rescue();
+  progress_->finish();
+  throw Error(sentence.substr(0, sentence.find('\n')) + saved);
 }
 
 void Trainer::stop_if_asked() {
@@ -264,48 +313,61 @@ void Trainer::stop_if_asked() {
   if (signal == nullptr) return;
   save();
   progress_->finish();
-  throw Error(
-      fmt::format("stopped by {} after step {} of {}, saved in {}; the same command goes on "
-                  "from there",
-                  signal, state_.step, recipe_.total_steps(), newest_checkpoint_));
+  throw Error(fmt::format("stopped by {} after step {} of {}, saved in {}; {}", signal, state_.step,
+                          recipe_.total_steps(), newest_checkpoint_, how_to_go_on()));
+}
+
+void Trainer::stop_if_bad() {
+  if (state_.bad_in_a_row < recipe_.train.max_bad_steps) return;
+  throw Error(fmt::format(
+      "{}: {} updates in a row up to step {} had a non-finite loss or gradient and were skipped, "
+      "the first bad tensor being the {}; check the data, or start over with a lower "
+      "optimizer.learning_rate and --fresh{}",
+      folder_.path(), state_.bad_in_a_row, state_.step, first_bad_tensor_, rescue()));
 }
 
 TrainResult Trainer::run() {
   const StopSignal signals;
   restore();
   announce();
-  const int64_t total = recipe_.total_steps();
-  const int64_t interval = recipe_.train.checkpoint_interval;
   Progress::Options bar;
   bar.start = state_.step;
   bar.log_interval = recipe_.train.log_interval;
-  progress_ = std::make_unique<Progress>("train", total, bar);
+  progress_ = std::make_unique<Progress>("train", recipe_.total_steps(), bar);
+  try {
+    loop();
+  } catch (const UsageError&) {
+    throw;
+  } catch (const Error& error) {
+    fail(error.what());
+  } catch (const c10::Error& error) {
+    fail(error.what_without_backtrace());
+  } catch (const std::bad_alloc&) {
+    fail("not enough memory; use a smaller batch, window or model");
+  }
+  return finish();
+}
+
+void Trainer::loop() {
+  const int64_t total = recipe_.total_steps();
+  const int64_t interval = recipe_.train.checkpoint_interval;
   evaluate_if_due(/*last=*/false);
   while (state_.step < total && !out_of_time()) {
     stop_if_asked();
     const StepReport report = update(state_.step + 1);
     log_->train(report, state_.tokens_seen, state_.skipped_steps, state_.seconds);
     show(report);
-    if (state_.bad_in_a_row >= recipe_.train.max_bad_steps) {
-      progress_->finish();
-      throw Error(fmt::format(
-          "{}: {} updates in a row up to step {} had a non-finite loss or gradient, the first bad "
-          "tensor being the {}; lower optimizer.learning_rate or check the data, older checkpoints "
-          "are kept",
-          folder_.path(), state_.bad_in_a_row, state_.step, first_bad_tensor_));
-    }
+    stop_if_bad();
     evaluate_if_due(state_.step == total);
     if (interval > 0 && state_.step % interval == 0 && state_.step < total) save();
   }
-  if (state_.step < total) stop_if_asked();
-  return finish();
+  evaluate_if_due(/*last=*/true);
+  stop_if_asked();  // it may have cut the evaluation short
+  if (saved_step_ != state_.step || newest_checkpoint_.empty()) save();
 }
 
 // Also runs when a finished run is started again: whatever is missing is made up.
 TrainResult Trainer::finish() {
-  evaluate_if_due(/*last=*/true);
-  stop_if_asked();  // it may have been cut short
-  if (saved_step_ != state_.step) save();
   publish_model(newest_checkpoint_, folder_.path() + "/final");
   progress_->finish();
   TrainResult result;
@@ -318,13 +380,15 @@ TrainResult Trainer::finish() {
   result.step = state_.step;
   result.total_steps = recipe_.total_steps();
   result.skipped_steps = state_.skipped_steps;
-  const auto loss_of = [](const RunLog::Points& points, bool first) {
-    if (points.empty()) return std::numeric_limits<double>::quiet_NaN();
-    return first ? points.front().second : points.back().second;
-  };
-  result.train_loss = loss_of(log_->train_losses(), false);
-  result.first_valid_loss = loss_of(log_->valid_losses(), true);
-  result.valid_loss = loss_of(log_->valid_losses(), false);
+  result.train_loss = log_->train_losses().empty() ? std::numeric_limits<double>::quiet_NaN()
+                                                   : log_->train_losses().back().second;
+  if (!log_->held_out().empty()) {
+    result.first_held_out = log_->held_out().front();
+    result.held_out = log_->held_out().back();
+    result.convention = fmt::format("rows-{}", recipe_.data.length);
+    result.whole_held_out = recipe_.train.eval_tokens == 0;
+  }
+  result.go_on = how_to_go_on();
   return result;
 }
 

@@ -4,14 +4,17 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "efla/nn/language_model.h"
 #include "efla/train/recipe.h"
+#include "efla/train/run_log.h"
 
 namespace efla {
 
 struct TrainOptions {
   bool fresh = false;  // start over in the first free folder OUT-2, OUT-3, ... instead of resuming
+  std::vector<std::string> command;  // what started this run, without --fresh; for advice
 
   /// Called between the backward pass and the update of each step; tests inject NaN here.
   std::function<void(int64_t step, LanguageModel& model)> on_gradients;
@@ -25,9 +28,11 @@ struct TrainResult {
   int64_t step = 0;         // updates done
   int64_t total_steps = 0;  // of the recipe; more than `step` after a time limit
   int64_t skipped_steps = 0;
-  double train_loss = 0;        // nats per token, last update
-  double first_valid_loss = 0;  // nats per token; NaN without held-out data
-  double valid_loss = 0;
+  double train_loss = 0;                  // nats per token, last update
+  HeldOutPoint first_held_out, held_out;  // before the first update and now; NaN without data
+  std::string convention;                 // of both, "rows-LENGTH" (held_out.h)
+  bool whole_held_out = false;            // `held_out` is over all held-out rows
+  std::string go_on;                      // how an unfinished run goes on: "the same command ..."
 };
 
 /// Trains, or goes on with the run that the recipe's folder already holds. Prints progress to

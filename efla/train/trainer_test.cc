@@ -11,6 +11,7 @@
 #include "efla/io/atomic_file.h"
 #include "efla/io/error.h"
 #include "efla/io/metrics.h"
+#include "efla/io/tokenizer.h"
 #include "efla/nn/pretrained.h"
 #include "efla/train/checkpoint.h"
 #include "efla/train/test_run.h"
@@ -46,8 +47,8 @@ TEST(Trainer, UntrainedLossIsThatOfAUniformGuess) {
   const TrainResult result = train(run.recipe(
       "out", {"model.initializer_range=1e-6", "optimizer.learning_rate=0", "train.steps=1"}));
   EXPECT_NEAR(result.train_loss, std::log(258.0), 1e-4);
-  EXPECT_NEAR(result.first_valid_loss, std::log(258.0), 1e-4);
-  EXPECT_EQ(result.valid_loss, result.first_valid_loss);  // learning rate 0 changes nothing
+  EXPECT_NEAR(result.first_held_out.loss, std::log(258.0), 1e-4);
+  EXPECT_EQ(result.held_out.loss, result.first_held_out.loss);  // learning rate 0 changes nothing
 }
 
 TEST(Trainer, OverfitsASequenceThatNeedsMemory) {
@@ -60,8 +61,8 @@ TEST(Trainer, OverfitsASequenceThatNeedsMemory) {
       run.recipe("out", {"model.num_hidden_layers=2", "model.hidden_size=64", "train.steps=250",
                          "optimizer.learning_rate=0.005", "data.length=64", "data.batch=4",
                          "train.eval_interval=0", "schedule.warmup_steps=20"}));
-  EXPECT_LT(result.valid_loss, 0.15);  // of which about 0.05 is the start, not yet determined
-  EXPECT_GT(result.first_valid_loss, 5.0);
+  EXPECT_LT(result.held_out.loss, 0.15);  // of which about 0.05 is the start, not yet determined
+  EXPECT_GT(result.first_held_out.loss, 5.0);
 }
 
 TEST(Trainer, LearnsAFixedTextToNearlyNothing) {
@@ -197,6 +198,75 @@ TEST(Trainer, BadStepsInARowStopWithTheFirstBadTensor) {
   EXPECT_NE(message.find("3 updates in a row"), std::string::npos) << message;
   EXPECT_NE(message.find("gradient of model.layers.0.mlp.down_proj.weight"), std::string::npos)
       << message;
+  EXPECT_NE(message.find(run.path("out/checkpoints/step-00000005")), std::string::npos) << message;
+  EXPECT_NE(message.find("--fresh"), std::string::npos) << message;
+  // The advice holds: the same recipe goes on, with the gradients well again.
+  EXPECT_EQ(train(run.recipe("out", {"train.steps=9", "train.max_bad_steps=3"})).step, 9);
+}
+
+TEST(Trainer, AnErrorOnTheWayLosesNothing) {
+  const TestRun run("rescue", test_documents(40), test_documents(6, 2));
+  const std::vector<std::string> settings = {"train.steps=6", "train.eval_interval=2"};
+  train(run.recipe("whole", settings));
+  int kind = 0;
+  TrainOptions options;
+  options.on_gradients = [&kind](int64_t step, LanguageModel&) {
+    if (step < 4) return;
+    if (kind == 0) throw Error("injected");
+    if (kind == 1) throw std::bad_alloc();
+    TORCH_CHECK(false, "injected");
+  };
+  for (kind = 0; kind < 3; ++kind) {
+    const std::string out = fmt::format("out{}", kind);
+    const std::string message = error_of([&] { train(run.recipe(out, settings), options); });
+    EXPECT_NE(message.find(kind == 1 ? "not enough memory" : "injected"), std::string::npos)
+        << message;
+    EXPECT_NE(message.find(run.path(out + "/checkpoints/step-00000003")), std::string::npos)
+        << message;
+    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+    EXPECT_EQ(verify_checkpoint(run.path(out + "/checkpoints/step-00000003")).step, 3);
+    train(run.recipe(out, settings));
+    EXPECT_EQ(logged_losses(run.path(out + "/metrics.jsonl")),
+              logged_losses(run.path("whole/metrics.jsonl")));
+  }
+}
+
+TEST(Trainer, AFreshRunThatStopsNamesItsOwnFolder) {
+  const TestRun run("fresh", test_documents(40));
+  train(run.recipe("it's"));
+  TrainOptions options;
+  options.fresh = true;
+  options.command = {"efla", "train", "my recipe.toml"};
+  options.on_gradients = [](int64_t step, LanguageModel&) {
+    if (step == 2) ::raise(SIGINT);
+  };
+  const std::string message = error_of([&] { train(run.recipe("it's"), options); });
+  EXPECT_NE(message.find("`efla train 'my recipe.toml' 'train.out=" + run.path("it'\\''s-2'`")),
+            std::string::npos)
+      << message;
+}
+
+TEST(Trainer, HeldOutBitsPerByteOfASliceAreExact) {
+  const TestRun run("bits", test_documents(40), test_documents(10, 2));
+  const std::vector<std::string> untrained = {"optimizer.learning_rate=0", "train.steps=1",
+                                              "model.initializer_range=1e-6"};
+  auto slice = untrained;
+  slice.push_back("train.eval_tokens=64");
+  const TrainResult part = train(run.recipe("part", slice));
+  const TrainResult whole = train(run.recipe("whole", untrained));
+  // One byte a token, every token but bos: log2(258) bits each, in the slice as in the whole.
+  EXPECT_LT(part.held_out.tokens, whole.held_out.tokens);
+  EXPECT_LE(part.held_out.tokens, 64);
+  for (const TrainResult& result : {part, whole}) {
+    EXPECT_NEAR(result.held_out.bits_per_byte, std::log2(258.0), 1e-3);
+    EXPECT_NEAR(result.first_held_out.bits_per_byte, std::log2(258.0), 1e-3);
+    EXPECT_EQ(result.convention, "rows-32");
+  }
+  EXPECT_FALSE(part.whole_held_out);
+  const auto line = read_metrics(run.path("part/metrics.jsonl"))[0];
+  EXPECT_EQ(line.at("step"), 0);
+  EXPECT_EQ(line.at("convention"), "rows-32");
+  EXPECT_EQ(line.at("bytes"), part.held_out.tokens);
 }
 
 TEST(Trainer, FinishedRunIsLeftAsItIs) {
@@ -205,7 +275,7 @@ TEST(Trainer, FinishedRunIsLeftAsItIs) {
   const std::string metrics = read_file(run.path("out/metrics.jsonl"));
   const TrainResult second = train(run.recipe("out"), crash_at(1));
   EXPECT_EQ(second.step, 4);
-  EXPECT_EQ(second.valid_loss, first.valid_loss);
+  EXPECT_EQ(second.held_out.loss, first.held_out.loss);
   EXPECT_EQ(read_file(run.path("out/metrics.jsonl")), metrics);
 }
 
@@ -300,6 +370,8 @@ TEST(Trainer, RunFolderHoldsRecipeMetricsAndModel) {
   EXPECT_EQ(saved.model.vocab_size, 258);  // filled in from the tokenizer
   EXPECT_EQ(saved.model.bos_token_id, 256);
   EXPECT_EQ(load_pretrained(result.model)->config().vocab_size, 258);
+  EXPECT_EQ(load_pretrained(result.model)->config().tokenizer_fingerprint,
+            Tokenizer::load("byte")->fingerprint());
   const auto lines = read_metrics(run.path("out/metrics.jsonl"));
   ASSERT_EQ(lines.size(), 6u);  // held out, 4 steps, held out
   EXPECT_GT(lines[0].at("bits_per_byte").get<double>(), 0);
