@@ -187,6 +187,8 @@ EFLA_HOST_DEVICE FlowSlopes<T> flow_term_slopes(T beta, T rate, T extra) {
     const T quotient = beta_over_eta(beta, rate, extra, eta);
     const T fall = beta * survive - gained * quotient;  // beta eta phi'(eta)
     slopes = {survive - (extra / eta) * (survive - gained / eta), fall * quotient, fall / eta};
+    // An infinite extra would give infinity / infinity, times zero.
+    if (eta > largest_finite<T>()) slopes.beta = T(0);
   }
   // Only beta > 1e19 (float) gets here: an infinite slope times a zero gradient would be NaN.
   if (slopes.rate < -largest_finite<T>()) slopes.rate = -largest_finite<T>();

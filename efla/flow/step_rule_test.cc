@@ -222,6 +222,20 @@ RC_GTEST_PROP(StepRuleProperty, DerivativesMatchDifferences, ()) {
   }
 }
 
+TEST(StepRule, InfinitelyStrongDecayErasesAndWritesNothing) {
+  const float minus_infinity = -std::numeric_limits<float>::infinity();
+  for (const float beta : {0.0f, 0.5f, 3.0f}) {
+    const auto c = step_coefficients(Rule::kExactLog, beta, 2.0f, true, minus_infinity);
+    EXPECT_EQ(c.log_gate, minus_infinity);
+    EXPECT_EQ(c.write, 0);  // beta phi(infinity), whatever beta is: so is its derivative
+    const auto in = step_coefficients_backward<float>(Rule::kExactLog, beta, 2.0f, true,
+                                                      minus_infinity, {0, 0, 1});
+    EXPECT_EQ(in.beta, 0);
+    EXPECT_EQ(in.lambda, 0);
+    EXPECT_EQ(in.log_decay, 0);
+  }
+}
+
 TEST(StepRule, NamesGoBothWays) {
   for (const Rule rule : kAllRules) EXPECT_EQ(rule_from_name(rule_name(rule)), rule);
   EXPECT_EQ(rule_from_name("exact_log"), Rule::kExactLog);

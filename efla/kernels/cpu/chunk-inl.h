@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 
 #include "efla/flow/step_rule.h"
 #include "efla/kernels/cpu/chunk_layout.h"
@@ -94,13 +95,15 @@ class Chunk {
         load_key_row(d, at<S>(problem_.q, row, token, key_head), key_dim_, problem_.qk_l2norm, A(1),
                      rows_ + t * stride_);
       A* k = rows_ + (n + t) * stride_;
-      load_key_row(d, at<S>(problem_.k, row, token, key_head), key_dim_, problem_.qk_l2norm, A(1),
-                   k);
+      const A lambda = load_key(d, problem_.rule, at<S>(problem_.k, row, token, key_head), key_dim_,
+                                problem_.qk_l2norm, k);
       coefficients_[t] = step_coefficients<A>(
-          problem_.rule, *at<A>(problem_.beta, row, token, head), dot(d, k, k, key_dim_),
-          has_decay_, has_decay_ ? *at<A>(problem_.log_decay, row, token, head) : A(0));
-      // In double: a strong decay early in the chunk must not blur the later differences.
-      gates_[t] = gate += coefficients_[t].log_gate;
+          problem_.rule, *at<A>(problem_.beta, row, token, head), lambda, has_decay_,
+          has_decay_ ? *at<A>(problem_.log_decay, row, token, head) : A(0));
+      // In double and bounded: a strong decay early in the chunk must not blur the later
+      // differences, however strong. NaN fails the comparison and stays.
+      const double log_gate = coefficients_[t].log_gate;
+      gates_[t] = gate += log_gate < kZero ? kZero : log_gate;
     }
     for (int64_t t = 0; t < n; ++t) {
       head_factor_[t] = has_decay_ ? std::exp(static_cast<A>(gates_[t])) : A(1);
@@ -132,6 +135,8 @@ class Chunk {
   const A* minus_l() const { return minus_l_; }            // -L, i < t
 
  private:
+  static constexpr double kZero = -2000;  // exp of it is zero in float and double
+
   void scale_rows(bool queries) {
     const D d;
     for (int64_t t = 0; t < n_; ++t) {
@@ -177,7 +182,6 @@ class Chunk {
   void make_decay_row(int64_t t) {
     const D d;
     const int64_t lanes = hn::Lanes(d);
-    constexpr double kZero = -2000;  // exp of it is zero in float and double
     A* row = decay_ + t * kChunk;
     for (int64_t i = 0; i <= t; ++i)
       row[i] = static_cast<A>(std::max(gates_[t] - gates_[i], kZero));

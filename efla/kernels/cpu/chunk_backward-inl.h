@@ -1,4 +1,4 @@
-// Backward of one chunk of a block of value columns (docs/mathematics.md, "Chunkwise backward"):
+// Backward of one chunk of a block of value columns (docs/mathematics.md, "Chunkwise form"):
 //
 //   dU = P^T dO + Kt dS_C ,   (I + L)^T dR = dU ,   Kt = diag(exp(G_C - G)) K
 //   dP = tril(dO U^T) ,   dL = -strictLower(dR U^T) ,   B = diag(e) (D o dL) ,   Z = dR S0^T

@@ -170,8 +170,8 @@ class Finish {
     A *x = memory_.get(), *k = x + stride, *grad = k + stride;
     for (int64_t token = first; token < first + count; ++token) {
       const int64_t t = token - base;
-      load_key_row(D(), at<S>(p.k, row, token, key_head), n, p.qk_l2norm, A(1), k);
-      const A grad_lambda = scalars(row, token, key_head, t, dot(D(), k, k, n), parts);
+      const A lambda = load_key(D(), p.rule, at<S>(p.k, row, token, key_head), n, p.qk_l2norm, k);
+      const A grad_lambda = scalars(row, token, key_head, t, lambda, parts);
       if (params_.grad_k.data) {
         add(
             parts, [&](const PartSums<A>& s) { return s.k(t); }, grad);
@@ -231,7 +231,8 @@ class Finish {
     const int64_t n = params_.problem.shape.key_dim;
     load_row(D(), A(1), in, n, x);
     const A r = A(1) / std::sqrt(dot(D(), x, x, n) + A(1e-6));
-    const A projection = r * r * dot(D(), x, grad, n);
+    // r = 0: |x|^2 overflows and y = 0, whatever the product with x is.
+    const A projection = r > A(0) ? r * r * dot(D(), x, grad, n) : A(0);
     for (int64_t i = 0; i < n; ++i) grad[i] = r * (grad[i] - projection * x[i]);
   }
 

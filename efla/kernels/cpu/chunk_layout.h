@@ -16,6 +16,8 @@ namespace efla::cpu {
 /// Tokens per chunk. A longer chunk does more work inside the chunk, a shorter one streams the
 /// state more often.
 inline constexpr int64_t kChunk = 32;
+// A state is kept for backward only where a chunk begins.
+static_assert(kCheckpointTokens % kChunk == 0);
 /// Rows of scratch matrices are padded to this many elements: whole vectors on every target.
 inline constexpr int64_t kPad = 16;
 
@@ -44,15 +46,6 @@ inline int64_t checkpoint_row(const Problem& p, int64_t n) {
 /// Offset of state [row, head] in a tensor [rows, HV, K, V].
 inline int64_t state_offset(const Shape& s, int64_t row, int64_t head) {
   return (row * s.value_heads + head) * s.key_dim * s.value_dim;
-}
-
-template <typename S>
-const S* at(const View& v, int64_t b, int64_t t, int64_t h) {
-  return static_cast<const S*>(v.data) + b * v.batch + t * v.token + h * v.head;
-}
-template <typename S>
-S* at(const MutableView& v, int64_t b, int64_t t, int64_t h) {
-  return static_cast<S*>(v.data) + b * v.batch + t * v.token + h * v.head;
 }
 
 /// Copies columns [first, first + columns) of a state [K, V] into a block [K, stride] and back.

@@ -1,6 +1,10 @@
 // The delta-rule family on the CPU, for every step rule (efla/flow/step_rule.h): chunkwise forward
 // and backward for whole sequences, the token-by-token recurrence, and the in-place step.
 // Equations: docs/mathematics.md, "Chunkwise form". Instruction sets are chosen at run time.
+//
+// Preconditions of all of them, checked by the caller: 0 < K, V <= kMaxHeadDim, T <= kMaxStepTokens
+// for step, HV a multiple of H > 0, dtype not kFloat16 (the program ends), no null view but where
+// params.h allows one, cu_seqlens as described there.
 #pragma once
 
 #include "efla/kernels/params.h"

@@ -19,8 +19,8 @@ namespace {
 
 // Backward for the channels [c0, c0 + channels) of a run of blocks. With z the sums before the
 // activation and dz = dy act'(z):
-//   grad_x[t] = sum_w filter[w] dz[t + W - 1 - w]      grad_filter[w] = sum_t dz[t] x[t - W + 1 +
-//   w]
+//   grad_x[t] = sum_w filter[w] dz[t + W - 1 - w]
+//   grad_filter[w] = sum_t dz[t] x[t - W + 1 + w]
 // A block recomputes the W - 1 values of dz that follow it, so blocks do not exchange anything.
 template <typename S>
 class BackwardRun {

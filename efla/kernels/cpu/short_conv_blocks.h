@@ -1,9 +1,10 @@
 // How the short convolution cuts its work: blocks of consecutive tokens of one sequence, and the
-// rows a block reads before its first token (docs/architecture.md, "CPU kernels").
+// rows a block reads before its first token (ShortConvParams in layer_ops.h has the layouts).
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "efla/kernels/cpu/layer_ops.h"
@@ -42,11 +43,11 @@ inline std::vector<ConvBlock> conv_blocks(const ShortConvParams& p, int64_t bloc
 /// The row of `view` that holds token t of the block's sequence.
 template <typename S>
 const S* conv_row(const View& view, const ConvBlock& b, int64_t t) {
-  return static_cast<const S*>(view.data) + b.row * view.batch + (b.first + t) * view.token;
+  return at<S>(view, b.row, b.first + t, 0);
 }
 template <typename S>
 S* conv_row(const MutableView& view, const ConvBlock& b, int64_t t) {
-  return static_cast<S*>(view.data) + b.row * view.batch + (b.first + t) * view.token;
+  return at<S>(view, b.row, b.first + t, 0);
 }
 
 /// Zeroes the rows of `y` that no sequence covers.

@@ -51,8 +51,7 @@ HWY_INLINE void store(D d, Vector<D> v, BFloat16* p) {
   hn::StoreU(hn::DemoteTo(d16, result), d16, p);
 }
 
-// ---- the first n < Lanes(d) elements; the rest reads as zero and is not written
-// ------------------
+// ---- the first n < Lanes(d) elements; the rest reads as zero and is not written ----------------
 
 template <class D, typename S>
 HWY_INLINE Vector<D> load_n(D d, const S* p, size_t n) {
@@ -103,8 +102,7 @@ HWY_INLINE void for_vectors(D d, int64_t count, const Body& body) {
   if (i < count) body(i, static_cast<size_t>(count - i));
 }
 
-// ---- activations
-// ---------------------------------------------------------------------------------
+// ---- activations --------------------------------------------------------------------------------
 
 /// e^x for |x| <= 86, relative error below 3e-7: a third of the work of Highway's general Exp.
 template <class D, hwy::EnableIf<sizeof(hn::TFromD<D>) == 4>* = nullptr>
@@ -131,15 +129,17 @@ HWY_INLINE Vector<D> exp_bounded(D d, Vector<D> x) {
   return hn::Exp(d, x);
 }
 
-/// 1 / (1 + e^-x), relative error below 1e-6 (1e-14 in double) for |x| <= 86 and the limits 0 and 1
-/// to that error beyond. NaN gives some number in [0, 1]: x * sigmoid(x) is NaN nevertheless.
+/// 1 / (1 + e^-x), relative error below 1e-6 (1e-14 in double) for |x| <= 86 (700); 0 below, so
+/// that x * sigmoid(x) vanishes for every finite x there, and 1 to that error above. NaN gives some
+/// number in [0, 1]: x * sigmoid(x) is NaN nevertheless.
 template <class D>
 HWY_INLINE Vector<D> sigmoid(D d, Vector<D> x) {
   using T = hn::TFromD<D>;
   const auto limit = hn::Set(d, sizeof(T) == 4 ? T(86) : T(700));
   const auto bounded = hn::Max(hn::Min(hn::Neg(x), limit), hn::Neg(limit));
   const auto one = hn::Set(d, T(1));
-  return hn::Div(one, hn::Add(one, exp_bounded(d, bounded)));
+  const auto value = hn::Div(one, hn::Add(one, exp_bounded(d, bounded)));
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Neg(limit)), value);
 }
 
 /// d/dx of x sigmoid(x), given s = sigmoid(x).

@@ -18,9 +18,11 @@
 
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
 
 #include "efla/flow/step_rule.h"
 #include "efla/kernels/cpu/simd-inl.h"
+#include "efla/kernels/params.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -74,12 +76,24 @@ HWY_INLINE void load_key_row(D d, const S* HWY_RESTRICT in, int64_t n, bool l2no
   for (int64_t i = 0; i < n; ++i) out[i] *= scale;
 }
 
-/// The scalars of a token from its (normalised) key, its scaled query and beta, log_decay.
+/// Converts a key and returns lambda = |k|^2. Where the rule skips the token because lambda
+/// overflows the key becomes zero; an infinite element stays, so that the output says NaN.
+template <class D, typename S, typename A = hn::TFromD<D>>
+HWY_INLINE A load_key(D d, Rule rule, const S* HWY_RESTRICT in, int64_t n, bool l2norm,
+                      A* HWY_RESTRICT out) {
+  load_key_row(d, in, n, l2norm, A(1), out);
+  const A lambda = dot(d, out, out, n);
+  if (HWY_UNLIKELY(key_overflows(rule, lambda)))
+    for (int64_t i = 0; i < n; ++i)
+      if (!std::isinf(out[i])) out[i] = A(0);
+  return lambda;
+}
+
+/// The scalars of a token from its scaled query, what load_key gave, and beta, log_decay.
 template <class D, typename A = hn::TFromD<D>>
-HWY_INLINE StepScalars<A> step_scalars(D d, Rule rule, const A* q, const A* k, int64_t key_dim,
-                                       A beta, bool has_decay, A log_decay) {
-  const StepCoefficients<A> c =
-      step_coefficients<A>(rule, beta, dot(d, k, k, key_dim), has_decay, log_decay);
+HWY_INLINE StepScalars<A> step_scalars(D d, Rule rule, const A* q, const A* k, A lambda,
+                                       int64_t key_dim, A beta, bool has_decay, A log_decay) {
+  const StepCoefficients<A> c = step_coefficients<A>(rule, beta, lambda, has_decay, log_decay);
   const A decay = c.log_gate == A(0) ? A(1) : std::exp(c.log_gate);
   return {decay, decay * c.erase, c.write, dot(d, q, k, key_dim)};
 }
@@ -174,7 +188,7 @@ HWY_INLINE void step_block(D d, const StepTokens<A>& x, A* state, int64_t stride
   if (j == columns) return;
   const int64_t rest = columns - j;
   constexpr int64_t kMaxLanes = hn::MaxLanes(d);
-  HWY_ALIGN A strip[512 * kMaxLanes];
+  HWY_ALIGN A strip[kMaxHeadDim * kMaxLanes];
   for (int64_t i = 0; i < x.key_dim; ++i)
     for (int64_t c = 0; c < lanes; ++c)
       strip[i * lanes + c] = c < rest ? state[i * stride + j + c] : A(0);

@@ -15,18 +15,6 @@ HWY_BEFORE_NAMESPACE();
 namespace efla::cpu::HWY_NAMESPACE {
 namespace {
 
-constexpr int64_t kMaxTokens = 8;
-constexpr int64_t kMaxDim = 512;
-
-template <typename T>
-T* element(const MutableView& v, int64_t b, int64_t t, int64_t h) {
-  return static_cast<T*>(v.data) + b * v.batch + t * v.token + h * v.head;
-}
-template <typename T>
-const T* element(const View& v, int64_t b, int64_t t, int64_t h) {
-  return static_cast<const T*>(v.data) + b * v.batch + t * v.token + h * v.head;
-}
-
 // The tokens of one (row, value head), converted: what all its column blocks share.
 template <typename S>
 class HeadTokens {
@@ -42,10 +30,10 @@ class HeadTokens {
     for (int64_t t = 0; t < s.tokens; ++t) {
       A* q = q_ + t * s.key_dim;
       A* k = k_ + t * s.key_dim;
-      load_key_row(d, element<S>(p.q, b, t, key_head), s.key_dim, p.qk_l2norm, A(p.scale), q);
-      load_key_row(d, element<S>(p.k, b, t, key_head), s.key_dim, p.qk_l2norm, A(1), k);
-      scalars_[t] = step_scalars(d, p.rule, q, k, s.key_dim, *element<A>(p.beta, b, t, h),
-                                 has_decay, has_decay ? *element<A>(p.log_decay, b, t, h) : A(0));
+      load_key_row(d, at<S>(p.q, b, t, key_head), s.key_dim, p.qk_l2norm, A(p.scale), q);
+      const A lambda = load_key(d, p.rule, at<S>(p.k, b, t, key_head), s.key_dim, p.qk_l2norm, k);
+      scalars_[t] = step_scalars(d, p.rule, q, k, lambda, s.key_dim, *at<A>(p.beta, b, t, h),
+                                 has_decay, has_decay ? *at<A>(p.log_decay, b, t, h) : A(0));
     }
   }
 
@@ -54,9 +42,9 @@ class HeadTokens {
     const D d;
     const Shape& s = p.problem.shape;
     for (int64_t t = 0; t < s.tokens; ++t) {
-      const S* v = element<S>(p.problem.v, b, t, h) + j0;
+      const S* v = at<S>(p.problem.v, b, t, h) + j0;
       for_vectors(d, columns, [&](int64_t j, auto n) HWY_ATTR {
-        store(d, load_some(d, v + j, n), values_ + t * kMaxDim + j);
+        store(d, load_some(d, v + j, n), values_ + t * kMaxHeadDim + j);
       });
     }
     StepTokens<A> x;
@@ -67,27 +55,27 @@ class HeadTokens {
     x.key_stride = s.key_dim;
     x.scalars = scalars_;
     x.v = x.o = values_;
-    x.value_stride = kMaxDim;
+    x.value_stride = kMaxHeadDim;
     step_block(d, x, state + j0, s.value_dim, columns);
     for (int64_t t = 0; t < s.tokens; ++t) {
-      S* o = element<S>(p.o, b, t, h) + j0;
+      S* o = at<S>(p.o, b, t, h) + j0;
       for_vectors(d, columns, [&](int64_t j, auto n) HWY_ATTR {
-        store_some(d, HWY_NAMESPACE::load(d, values_ + t * kMaxDim + j), o + j, n);
+        store_some(d, HWY_NAMESPACE::load(d, values_ + t * kMaxHeadDim + j), o + j, n);
       });
     }
   }
 
  private:
-  HWY_ALIGN A q_[kMaxTokens * kMaxDim];
-  HWY_ALIGN A k_[kMaxTokens * kMaxDim];
-  HWY_ALIGN A values_[kMaxTokens * kMaxDim];  // v on entry, o on return
-  StepScalars<A> scalars_[kMaxTokens];
+  HWY_ALIGN A q_[kMaxStepTokens * kMaxHeadDim];
+  HWY_ALIGN A k_[kMaxStepTokens * kMaxHeadDim];
+  HWY_ALIGN A values_[kMaxStepTokens * kMaxHeadDim];  // v on entry, o on return
+  StepScalars<A> scalars_[kMaxStepTokens];
 };
 
 template <typename S>
 void zero_output(const StepParams& p, int64_t b, int64_t h, int64_t j0, int64_t columns) {
   for (int64_t t = 0; t < p.problem.shape.tokens; ++t)
-    std::fill_n(element<S>(p.o, b, t, h) + j0, columns, from_arithmetic<S>(0));
+    std::fill_n(at<S>(p.o, b, t, h) + j0, columns, from_arithmetic<S>(0));
 }
 
 // A unit is a block of columns of one (row, value head); tasks are contiguous ranges of units.

@@ -1,4 +1,6 @@
 // The in-place step against the double reference: every rule, storage type and instruction set.
+#include <sys/mman.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -257,6 +259,54 @@ TEST(Step, TokensTogetherEqualTokensOneByOne) {
   }
   expect_close(apart.output_row(0), together.output_row(0), 1e-6, "o");
   expect_close(apart.state(0), together.state(0), 1e-6, "state");
+}
+
+TEST(Step, KeysWhoseSquareOverflowsAreSkipped) {
+  StepCase c;
+  c.batch = 1;
+  c.tokens = 5;
+  c.decay = true;
+  for_each_target([&] {
+    StepData data(c), without(c);
+    // Row b's tokens 1 and 2: two such keys in a row.
+    for (int64_t i = data.key_token(); i < 3 * data.key_token(); ++i) {
+      data.k.set(i, 1e25 * data.k.get(i));
+      without.k.set(i, 0);
+    }
+    for (int64_t i = c.value_heads; i < 3 * c.value_heads; ++i) without.beta.set(i, 0);
+    const ReferenceResult expected = without.reference(0, 0, without.pool);
+    step(data.params(nullptr), {});
+    expect_close(data.output_row(0), expected.o, 1e-5, "o");
+    expect_close(data.state(0), expected.final_state, 1e-5, "state");
+  });
+}
+
+TEST(Step, SlotsBeyondTwoToThe31Elements) {
+  StepCase c;
+  c.batch = c.heads = c.value_heads = 1;
+  c.key_dim = c.value_dim = 512;
+  StepData data(c);
+  const int64_t slot = (int64_t{1} << 13) + 3;
+  const int64_t elements = (slot + 1) * data.state_size();
+  ASSERT_GT(slot * data.state_size(), int64_t{1} << 31);
+  // Only the pages of one state are ever touched.
+  const size_t bytes = static_cast<size_t>(elements) * sizeof(float);
+  void* far = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  ASSERT_NE(far, MAP_FAILED);
+  float* state = static_cast<float*>(far) + slot * data.state_size();
+  for (int64_t i = 0; i < data.state_size(); ++i) state[i] = static_cast<float>(data.pool.get(i));
+  StepParams p = data.params(nullptr);
+  step(p, {});
+  const std::vector<double> near_o = data.output_row(0), near_state = data.state(0);
+  const std::vector<int64_t> indices = {slot};
+  p.state = far;
+  p.pool_size = slot + 1;
+  p.state_indices = indices.data();
+  step(p, {});
+  EXPECT_EQ(data.output_row(0), near_o);
+  EXPECT_EQ(std::vector<double>(state, state + data.state_size()), near_state);
+  munmap(far, bytes);
 }
 
 TEST(Step, NothingToDo) {

@@ -48,7 +48,18 @@ inline BFloat16 from_arithmetic<BFloat16>(float x) {
   return out;
 }
 
-/// Calls f(S{}) with the storage type of `dtype`. kFloat16 has no CPU kernels (callers refuse it).
+/// Where row (b, t, h) of a view begins.
+template <typename S>
+const S* at(const View& v, int64_t b, int64_t t, int64_t h) {
+  return static_cast<const S*>(v.data) + b * v.batch + t * v.token + h * v.head;
+}
+template <typename S>
+S* at(const MutableView& v, int64_t b, int64_t t, int64_t h) {
+  return static_cast<S*>(v.data) + b * v.batch + t * v.token + h * v.head;
+}
+
+/// Calls f(S{}) with the storage type of `dtype`. Ends the program on kFloat16, which has no CPU
+/// kernels: callers widen it or refuse it.
 template <typename F>
 void dispatch_storage(DType dtype, F&& f) {
   switch (dtype) {
@@ -58,8 +69,11 @@ void dispatch_storage(DType dtype, F&& f) {
     case DType::kBFloat16:
       f(BFloat16{});
       break;
-    default:
+    case DType::kFloat32:
       f(float{});
+      break;
+    case DType::kFloat16:
+      HWY_ABORT("EFLA's CPU kernels have no float16 form; convert the tensors to float32");
   }
 }
 

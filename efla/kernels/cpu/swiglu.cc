@@ -2,6 +2,9 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "efla/kernels/cpu/swiglu.cc"
+#include <algorithm>
+#include <cstdint>
+
 #include "efla/kernels/cpu/layer_ops.h"
 #include "efla/kernels/cpu/parallel.h"
 #include "efla/kernels/cpu/storage.h"

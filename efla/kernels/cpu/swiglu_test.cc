@@ -58,12 +58,14 @@ TEST(Swiglu, ExtremesAndNan) {
   const double huge = 1e30, nan = std::numeric_limits<double>::quiet_NaN();
   for (const DType dtype : kStorageTypes)
     for_each_target([&] {
-      Array gate(dtype, 3), up(dtype, 3), y(dtype, 3), dg(dtype, 3), du(dtype, 3);
-      for (int i = 0; i < 3; ++i) up.set(i, 1.0);
+      Array gate(dtype, 5), up(dtype, 5), y(dtype, 5), dg(dtype, 5), du(dtype, 5);
+      for (int i = 0; i < 5; ++i) up.set(i, 1.0);
       gate.set(0, huge);
       gate.set(1, -1000.0);
       gate.set(2, nan);
-      const SwigluParams p{3, dtype, gate.data(), up.data(), y.data()};
+      gate.set(3, -1e38);
+      gate.set(4, dtype == DType::kFloat64 ? -1e308 : -3e38);
+      const SwigluParams p{5, dtype, gate.data(), up.data(), y.data()};
       swiglu_forward(p, {});
       swiglu_backward({p, up.data(), dg.data(), du.data()}, {});
       EXPECT_EQ(y.get(0), gate.get(0));
@@ -72,6 +74,11 @@ TEST(Swiglu, ExtremesAndNan) {
       EXPECT_NEAR(dg.get(0), 1.0, 1e-6);
       EXPECT_NEAR(dg.get(1), 0.0, 1e-30);
       EXPECT_TRUE(std::isnan(dg.get(2)));
+      for (int i : {3, 4}) {
+        EXPECT_EQ(y.get(i), 0.0) << gate.get(i);
+        EXPECT_EQ(dg.get(i), 0.0) << gate.get(i);
+        EXPECT_EQ(du.get(i), 0.0) << gate.get(i);
+      }
     });
 }
 
