@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <bit>
+#include <cmath>
+#include <limits>
 #include <thread>
 
 #include "efla/kernels/cpu/chunk_test_util.h"
@@ -266,38 +269,172 @@ TEST(Chunk, StrongDecayDoesNotBlurLaterTokens) {
   expect_backward(run, reference_backward(in.problem, in.grad_o, in.grad_final_state), 1e-5);
 }
 
+TEST(Chunk, DecayOfAnyStrengthErasesOnlyWhatWasBefore) {
+  for (Rule rule : {Rule::kLinear, Rule::kEuler, Rule::kExact, Rule::kExactLog}) {
+    KernelCase c = {.name = "decay", .tokens = 70, .rule = rule, .decay = true};
+    KernelInputs in = make_inputs(c, DType::kFloat32);
+    // The second chunk starts with the strongest; the third is mild.
+    in.problem.log_decay[3] = rounded(-1e17, DType::kFloat32);
+    in.problem.log_decay[9] = -std::numeric_limits<float>::max();
+    in.problem.log_decay[20] = -std::numeric_limits<double>::infinity();
+    in.problem.log_decay[32] = -std::numeric_limits<float>::max();
+    in.problem.log_decay[33] = -std::numeric_limits<float>::max();
+    const ReferenceResult forward = reference_forward(in.problem);
+    const ReferenceGradients gradients =
+        reference_backward(in.problem, in.grad_o, in.grad_final_state);
+    SCOPED_TRACE(rule_name(rule));
+    on_every_target([&] {
+      KernelRun run(in, DType::kFloat32);
+      run.forward(Form::kRecurrent, serial(1));
+      expect_forward(run, forward, 3e-6);
+      run.forward(Form::kChunk, serial(1));
+      expect_forward(run, forward, 3e-6);
+      run.backward(serial(1));
+      expect_backward(run, gradients, 1e-5);
+    });
+    in.problem.log_decay[40] = std::numeric_limits<double>::quiet_NaN();
+    KernelRun run(in, DType::kFloat32);
+    run.forward(Form::kChunk, serial(1));
+    const std::vector<double> o = run.o.get();
+    for (size_t i = 0; i < o.size(); ++i)
+      ASSERT_EQ(std::isnan(o[i]), i >= static_cast<size_t>(40 * c.value_dim)) << i;
+  }
+}
+
+TEST(Chunk, KeysWhoseSquareOverflowsAreSkipped) {
+  for (const auto& [rule, decay] :
+       {std::pair{Rule::kExact, false}, {Rule::kExact, true}, {Rule::kExactLog, true}}) {
+    KernelCase c = {.name = "overflow", .rule = rule, .decay = decay};
+    KernelInputs in = make_inputs(c, DType::kFloat32), without = in;
+    for (int64_t t : {4, 5, 11, 40, 41}) {
+      for (int64_t i = t * c.key_dim; i < (t + 1) * c.key_dim; ++i) {
+        in.problem.k[i] = rounded(t == 11 ? 3e38 : 1e20 * in.problem.k[i], DType::kFloat32);
+        without.problem.k[i] = 0;
+      }
+      without.problem.beta[t] = 0;
+    }
+    const ReferenceResult forward = reference_forward(without.problem);
+    const ReferenceGradients gradients =
+        reference_backward(without.problem, in.grad_o, in.grad_final_state);
+    on_every_target([&] {
+      KernelRun run(in, DType::kFloat32);
+      run.forward(Form::kRecurrent, serial(1));
+      expect_forward(run, forward, 3e-6);
+      run.forward(Form::kChunk, serial(1));
+      expect_forward(run, forward, 3e-6);
+      run.backward(serial(1));
+      expect_backward(run, gradients, 1e-5);
+    });
+    in.problem.qk_l2norm = true;
+    KernelRun run(in, DType::kFloat32);
+    run.forward(Form::kChunk, serial(1));
+    run.backward(serial(1));
+    for (const Tensor* x : {&run.o, &run.grad_q, &run.grad_k, &run.grad_v, &run.grad_beta})
+      for (double value : x->get()) ASSERT_TRUE(std::isfinite(value));
+  }
+}
+
+// Rows [first, last) of [1, T, 1, D] as bits: NaN equals itself.
+std::vector<uint64_t> rows(const Tensor& x, int64_t dim, int64_t first, int64_t last) {
+  std::vector<uint64_t> bits;
+  const std::vector<double> values = x.get();
+  for (int64_t i = first * dim; i < last * dim; ++i)
+    bits.push_back(std::bit_cast<uint64_t>(values[i]));
+  return bits;
+}
+
+TEST(Chunk, TokensDoNotSeeWhatComesAfterThem) {
+  const KernelCase c = {.name = "causal", .tokens = 70, .decay = true};
+  const int64_t n = c.key_dim;
+  ASSERT_EQ(n, c.value_dim);
+  const KernelInputs in = make_inputs(c, DType::kFloat32);
+  on_every_target([&] {
+    for (Form form : {Form::kChunk, Form::kRecurrent}) {
+      KernelRun clean(in, DType::kFloat32);
+      clean.forward(form, serial(1));
+      clean.backward(serial(1));
+      for (int64_t t : {0, 1, 6, 13, 31, 32, 45, 65, 69}) {
+        for (double poison :
+             {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+          for (auto input : {&ReferenceProblem::q, &ReferenceProblem::k, &ReferenceProblem::v,
+                             &ReferenceProblem::beta, &ReferenceProblem::log_decay}) {
+            KernelInputs spoiled = in;
+            std::vector<double>& x = spoiled.problem.*input;
+            x[static_cast<size_t>(t) * x.size() / 70] = poison;
+            KernelRun run(spoiled, DType::kFloat32);
+            run.forward(form, serial(1));
+            ASSERT_EQ(rows(run.o, n, 0, t), rows(clean.o, n, 0, t)) << "o before " << t;
+          }
+          // Gradients travel the other way.
+          KernelInputs spoiled = in;
+          spoiled.grad_o[t * n] = poison;
+          KernelRun run(spoiled, DType::kFloat32);
+          run.forward(form, serial(1));
+          run.backward(serial(1));
+          ASSERT_EQ(rows(run.grad_q, n, t + 1, 70), rows(clean.grad_q, n, t + 1, 70)) << t;
+          ASSERT_EQ(rows(run.grad_k, n, t + 1, 70), rows(clean.grad_k, n, t + 1, 70)) << t;
+          ASSERT_EQ(rows(run.grad_v, n, t + 1, 70), rows(clean.grad_v, n, t + 1, 70)) << t;
+          ASSERT_EQ(rows(run.grad_beta, 1, t + 1, 70), rows(clean.grad_beta, 1, t + 1, 70)) << t;
+          ASSERT_EQ(rows(run.grad_log_decay, 1, t + 1, 70),
+                    rows(clean.grad_log_decay, 1, t + 1, 70))
+              << t;
+        }
+      }
+    }
+  });
+}
+
 TEST(Chunk, OffsetsBeyondTwoToThe31Elements) {
   const KernelCase c = {.name = "far", .tokens = 18, .key_dim = 8, .value_dim = 8};
   const KernelInputs in = make_inputs(c, DType::kFloat32);
   KernelRun run(in, DType::kFloat32);
   run.forward(Form::kChunk, serial(1));
   const std::vector<double> near_o = run.o.get();
-  // Only the pages of the 18 rows are ever touched.
+  run.backward(serial(1));
+  // Only the pages of the 18 rows are ever touched: 128 floats each.
   const int64_t token = int64_t{1} << 27;
   const size_t bytes = static_cast<size_t>(18 * token) * sizeof(float);
   void* far = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   ASSERT_NE(far, MAP_FAILED);
   float* base = static_cast<float*>(far);
-  for (int64_t t = 0; t < 18; ++t)
-    for (int64_t i = 0; i < 8; ++i) {
-      base[t * token + i] = static_cast<float>(in.problem.q[t * 8 + i]);
-      base[t * token + 8 + i] = static_cast<float>(in.problem.k[t * 8 + i]);
-      base[t * token + 16 + i] = static_cast<float>(in.problem.v[t * 8 + i]);
-    }
-  run.problem.q = {base, 0, token, 0};
-  run.problem.k = {base + 8, 0, token, 0};
-  run.problem.v = {base + 16, 0, token, 0};
+  // Field f of every row, 8 floats wide.
+  const auto field = [&](int f) { return View{base + 8 * f, 0, token, 0}; };
+  const auto result = [&](int f) { return MutableView{base + 8 * f, 0, token, 0}; };
+  const auto put = [&](int f, const std::vector<double>& x) {
+    for (int64_t t = 0; t < 18; ++t)
+      for (int64_t i = 0; i < 8; ++i)
+        base[t * token + 8 * f + i] = static_cast<float>(x[t * 8 + i]);
+    return field(f);
+  };
+  const auto get = [&](int f) {
+    std::vector<double> x;
+    for (int64_t t = 0; t < 18; ++t)
+      for (int64_t i = 0; i < 8; ++i) x.push_back(base[t * token + 8 * f + i]);
+    return x;
+  };
+  run.problem.q = put(0, in.problem.q);
+  run.problem.k = put(1, in.problem.k);
+  run.problem.v = put(2, in.problem.v);
   for (Form form : {Form::kChunk, Form::kRecurrent}) {
     ForwardParams params;
     params.problem = run.problem;
-    params.o = {base + 24, 0, token, 0};
+    params.o = result(3);
     (form == Form::kChunk ? cpu::chunk_forward : cpu::recurrent_forward)(params, serial(1));
-    std::vector<double> far_o;
-    for (int64_t t = 0; t < 18; ++t)
-      for (int64_t i = 0; i < 8; ++i) far_o.push_back(base[t * token + 24 + i]);
-    EXPECT_LE(relative_error(far_o, near_o), form == Form::kChunk ? 0 : 1e-6);
+    EXPECT_LE(relative_error(get(3), near_o), form == Form::kChunk ? 0 : 1e-6);
   }
+  BackwardParams params;
+  params.problem = run.problem;
+  params.grad_o = put(4, in.grad_o);
+  params.grad_final_state = std::as_const(run.grad_final_state).view().data;
+  params.checkpoints = std::as_const(run.checkpoints).view().data;
+  params.grad_q = result(5);
+  params.grad_k = result(6);
+  params.grad_v = result(7);
+  cpu::chunk_backward(params, serial(1));
+  EXPECT_EQ(get(5), run.grad_q.get());
+  EXPECT_EQ(get(6), run.grad_k.get());
+  EXPECT_EQ(get(7), run.grad_v.get());
   munmap(far, bytes);
 }
 

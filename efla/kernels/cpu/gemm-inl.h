@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "hwy/highway.h"
 
@@ -43,24 +44,46 @@ Left<A> columns_of(const A* data, int64_t stride) {
 /// Which part of a product is worth computing.
 enum class Part {
   kAll,
-  kLowerLeft,    // left(m, k) = 0 for k > m
-  kUpperLeft,    // left(m, k) = 0 for k < m
-  kLowerResult,  // only result(m, n), n <= m, is wanted; the rest holds anything finite
+  kLowerLeft,    // left is square and lower triangular: left(m, k), k > m, counts as 0, whatever b
+  kUpperLeft,    // left is square and upper triangular: left(m, k), k < m, counts as 0, whatever b
+  kLowerResult,  // only result(m, n), n <= m, is wanted; the rest holds anything
 };
 
 // Rows of a register tile: 8 x 2 accumulators where there are 32 vector registers, else 6 x 2.
-#if HWY_TARGET == HWY_AVX3 || HWY_ARCH_ARM_A64
+#if (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3) || HWY_ARCH_ARM_A64
 inline constexpr int kTileRows = 8;
-#elif HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_SSE4
+#elif HWY_TARGET == HWY_AVX2
 inline constexpr int kTileRows = 6;
 #else
 inline constexpr int kTileRows = 4;
 #endif
 inline constexpr int kTileVectors = 2;
 
-// c = keep * c + left b on one tile; c is not read if keep = 0.
+// sum += the product of a triangle of the left operand, kRows x kRows with its diagonal, and b.
+template <bool kUpper, int kRows, int kVectors, class D, typename A = hn::TFromD<D>>
+HWY_INLINE void add_triangle(D d, const A* a, int64_t a_row, int64_t a_column, const A* b,
+                             int64_t b_stride, hn::Vec<D> (&sum)[kRows][kVectors]) {
+  const int64_t lanes = hn::Lanes(d);
+#pragma GCC unroll 16
+  for (int k = 0; k < kRows; ++k) {
+    hn::Vec<D> right[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) right[v] = hn::Load(d, b + k * b_stride + v * lanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      if (kUpper ? r > k : r < k) continue;
+      const auto factor = hn::Set(d, a[r * a_row + k * a_column]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(factor, right[v], sum[r][v]);
+    }
+  }
+}
+
+// c = keep * c + left b on one tile; c is not read if keep = 0. kLowerLeft: `depth` whole columns
+// of left, then a lower triangle of kRows columns; kUpperLeft: an upper triangle, then whole
+// columns. The zeros of the triangles are not multiplied: what a token does not see may be NaN.
 template <int kRows, int kVectors, class D, typename A = hn::TFromD<D>>
-HWY_INLINE void gemm_tile(D d, int64_t depth, Left<A> left, const A* HWY_RESTRICT b,
+HWY_INLINE void gemm_tile(D d, Part part, int64_t depth, Left<A> left, const A* HWY_RESTRICT b,
                           int64_t b_stride, A* HWY_RESTRICT c, int64_t c_stride, A keep) {
   const int64_t lanes = hn::Lanes(d);
   hn::Vec<D> sum[kRows][kVectors];
@@ -80,6 +103,11 @@ HWY_INLINE void gemm_tile(D d, int64_t depth, Left<A> left, const A* HWY_RESTRIC
     }
   }
   const A* HWY_RESTRICT a = left.data;
+  if (part == Part::kUpperLeft) {
+    add_triangle<true>(d, a, left.row, left.column, b, b_stride, sum);
+    a += kRows * left.column;
+    b += kRows * b_stride;
+  }
   for (int64_t k = 0; k < depth; ++k) {
     hn::Vec<D> right[kVectors];
 #pragma GCC unroll 4
@@ -93,6 +121,7 @@ HWY_INLINE void gemm_tile(D d, int64_t depth, Left<A> left, const A* HWY_RESTRIC
     a += left.column;
     b += b_stride;
   }
+  if (part == Part::kLowerLeft) add_triangle<false>(d, a, left.row, left.column, b, b_stride, sum);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -107,11 +136,13 @@ HWY_INLINE void gemm_panel(D d, Part part, int64_t m, int64_t first, int64_t k, 
   int64_t row = part == Part::kLowerResult ? first / kTileRows * kTileRows : 0;
   const auto tile = [&](auto rows) HWY_ATTR {
     constexpr int kRows = decltype(rows)::value;
-    const int64_t k0 = part == Part::kUpperLeft ? std::min(row, k) : 0;
-    const int64_t k1 = part == Part::kLowerLeft ? std::min(row + kRows, k) : k;
+    const int64_t k0 = part == Part::kUpperLeft ? row : 0;
+    const int64_t depth = part == Part::kUpperLeft   ? k - row - kRows
+                          : part == Part::kLowerLeft ? row
+                                                     : k;
     const Left<A> from = {left.data + row * left.row + k0 * left.column, left.row, left.column};
-    gemm_tile<kRows, kVectors>(d, k1 - k0, from, b + k0 * b_stride, b_stride, c + row * c_stride,
-                               c_stride, keep);
+    gemm_tile<kRows, kVectors>(d, part, depth, from, b + k0 * b_stride, b_stride,
+                               c + row * c_stride, c_stride, keep);
     row += kRows;
   };
   while (m - row >= kTileRows) tile(std::integral_constant<int, kTileRows>());
