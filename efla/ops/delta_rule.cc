@@ -233,9 +233,7 @@ ForwardResult call_forward(const Tensor& q, const Tensor& k, const Tensor& v, co
                            const OptionalTensor& cu_seqlens, c10::string_view rule,
                            std::optional<double> scale, bool output_final_state, bool qk_l2norm,
                            bool sequential, bool keep_states) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("efla::_delta_rule_forward", "")
-                             .typed<decltype(forward_kernel)>();
+  static const auto op = find_operator<decltype(forward_kernel)>("efla::_delta_rule_forward");
   return op.call(q, k, v, beta, log_decay, initial_state, cu_seqlens, rule, scale,
                  output_final_state, qk_l2norm, sequential, keep_states);
 }
@@ -244,15 +242,10 @@ Gradients call_backward(const Tensor& grad_o, const OptionalTensor& grad_final_s
                         const variable_list& saved, c10::string_view rule,
                         std::optional<double> scale, bool qk_l2norm,
                         std::array<bool, kGradients> wanted) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("efla::_delta_rule_backward", "")
-                             .typed<decltype(backward_kernel)>();
-  const auto optional = [](const Tensor& t) {
-    return t.defined() ? OptionalTensor(t) : std::nullopt;
-  };
+  static const auto op = find_operator<decltype(backward_kernel)>("efla::_delta_rule_backward");
   return op.call(grad_o, grad_final_state, saved[0], saved[1], saved[2], saved[3],
-                 optional(saved[4]), optional(saved[5]), optional(saved[6]), saved[7], rule, scale,
-                 qk_l2norm, wanted);
+                 as_optional(saved[4]), as_optional(saved[5]), as_optional(saved[6]), saved[7],
+                 rule, scale, qk_l2norm, wanted);
 }
 
 class DeltaRuleFunction : public torch::autograd::Function<DeltaRuleFunction> {
@@ -267,9 +260,9 @@ class DeltaRuleFunction : public torch::autograd::Function<DeltaRuleFunction> {
     auto [o, final_state, states] =
         call_forward(q, k, v, beta, log_decay, initial_state, cu_seqlens, rule, scale,
                      output_final_state, qk_l2norm, sequential, keeps_states(q));
-    const auto value = [](const OptionalTensor& t) { return given(t) ? *t : Tensor(); };
-    ctx->save_for_backward(
-        {q, k, v, beta, value(log_decay), value(initial_state), value(cu_seqlens), states});
+    ctx->save_for_backward({q, k, v, beta, log_decay.value_or(Tensor()),
+                            initial_state.value_or(Tensor()), cu_seqlens.value_or(Tensor()),
+                            states});
     ctx->saved_data["rule"] = rule;
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["qk_l2norm"] = qk_l2norm;
@@ -291,14 +284,14 @@ class DeltaRuleFunction : public torch::autograd::Function<DeltaRuleFunction> {
                                                  has_state && ctx->needs_input_grad(state_edge)};
     const Tensor grad_o =
         grads[0].defined() ? grads[0] : at::zeros_symint(saved[2].sym_sizes(), saved[0].options());
-    const OptionalTensor grad_final = grads[1].defined() ? OptionalTensor(grads[1]) : std::nullopt;
 
     variable_list out;
     {
       at::AutoGradMode no_grad(false);
-      auto g = call_backward(grad_o, grad_final, saved, ctx->saved_data["rule"].toStringRef(),
-                             ctx->saved_data["scale"].toOptional<double>(),
-                             ctx->saved_data["qk_l2norm"].toBool(), wanted);
+      auto g =
+          call_backward(grad_o, as_optional(grads[1]), saved, ctx->saved_data["rule"].toStringRef(),
+                        ctx->saved_data["scale"].toOptional<double>(),
+                        ctx->saved_data["qk_l2norm"].toBool(), wanted);
       out = {std::get<0>(g), std::get<1>(g), std::get<2>(g),
              std::get<3>(g), std::get<4>(g), std::get<5>(g)};
       for (size_t i = 0; i < out.size(); ++i) out[i] = or_undefined(out[i], wanted[i]);
@@ -324,7 +317,7 @@ std::tuple<Tensor, Tensor> run(bool sequential, const Tensor& q, const Tensor& k
   if (given(initial_state)) check_device(op, q, "initial_state", *initial_state);
   if (given(cu_seqlens)) check_device(op, q, "cu_seqlens", *cu_seqlens);
 
-  if (needs_grad({&q, &k, &v, &beta, given(log_decay), given(initial_state)})) {
+  if (needs_grad(op, {&q, &k, &v, &beta, given(log_decay), given(initial_state)})) {
     const variable_list out = DeltaRuleFunction::apply(q, k, v, beta, log_decay, initial_state,
                                                        cu_seqlens, std::string(rule), scale,
                                                        output_final_state, qk_l2norm, sequential);

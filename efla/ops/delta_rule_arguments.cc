@@ -1,7 +1,8 @@
 #include "efla/ops/delta_rule_arguments.h"
 
-#include <array>
+#include <cfloat>
 #include <cmath>
+#include <string>
 #include <utility>
 
 #include "efla/ops/tensors.h"
@@ -9,15 +10,21 @@
 namespace efla::ops {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
+std::string rule_list() {
+  std::string names;
+  for (const Rule rule : kAllRules)
+    names += std::string(names.empty() ? "" : ", ") + rule_name(rule);
+  return names;
+}
 
-constexpr std::array<std::pair<std::string_view, Rule>, 6> kRules = {
-    {{"linear", Rule::kLinear},
-     {"euler", Rule::kEuler},
-     {"rk2", Rule::kRk2},
-     {"rk4", Rule::kRk4},
-     {"exact", Rule::kExact},
-     {"exact_log", Rule::kExactLog}}};
+// The kernels multiply by scale in the arithmetic type.
+void check_scale(const DeltaRuleArguments& a) {
+  if (!a.scale) return;
+  const bool wide = a.q.scalar_type() == at::kDouble;
+  TORCH_CHECK(std::abs(*a.scale) <= (wide ? DBL_MAX : FLT_MAX), a.op,
+              ": scale must be finite in the arithmetic of q, ", wide ? "float64" : "float32",
+              ", but is ", *a.scale);
+}
 
 void check_query_and_value(const DeltaRuleArguments& a) {
   const int64_t dim = a.has_token_axis ? 4 : 3;
@@ -72,15 +79,12 @@ void check_scalar_per_head(const DeltaRuleArguments& a, const char* name, const 
 }  // namespace
 
 Rule parse_rule(const char* op, std::string_view name, bool has_decay) {
-  for (const auto& [known, rule] : kRules) {
-    if (name != known) continue;
-    TORCH_CHECK(!has_decay || (rule != Rule::kRk2 && rule != Rule::kRk4), op, ": rule \"", name,
-                "\" has no form with log_decay; leave log_decay out or use linear, euler, exact or "
-                "exact_log");
-    return rule;
-  }
-  TORCH_CHECK(false, op, ": unknown rule \"", name,
-              "\"; rules are linear, euler, rk2, rk4, exact, exact_log");
+  const std::optional<Rule> rule = rule_from_name(name);
+  TORCH_CHECK(rule, op, ": unknown rule \"", name, "\"; rules are ", rule_list());
+  TORCH_CHECK(!has_decay || (rule != Rule::kRk2 && rule != Rule::kRk4), op, ": rule \"", name,
+              "\" has no form with log_decay; leave log_decay out or use linear, euler, exact or "
+              "exact_log");
+  return *rule;
 }
 
 SymbolicShape check_arguments(const DeltaRuleArguments& a) {
@@ -91,8 +95,7 @@ SymbolicShape check_arguments(const DeltaRuleArguments& a) {
   check_device(a.op, a.q, "beta", a.beta);
   if (log_decay != nullptr) check_device(a.op, a.q, "log_decay", *log_decay);
   parse_rule(a.op, a.rule, log_decay != nullptr);
-  TORCH_CHECK(!a.scale || std::isfinite(*a.scale), a.op, ": scale must be finite, but is ",
-              *a.scale);
+  check_scale(a);
 
   check_query_and_value(a);
   const int64_t head_axis = a.has_token_axis ? 2 : 1;
@@ -137,17 +140,15 @@ c10::SymInt check_sequences(const DeltaRuleArguments& a, const SymbolicShape& s,
   return sequences;
 }
 
+// const_data_ptr: reading an input must not unshare copy-on-write storage.
 View view_of(const at::Tensor& t, bool has_token_axis) {
-  const MutableView m = mutable_view_of(t, has_token_axis);
-  return {m.data, m.batch, m.token, m.head};
+  const auto s = t.strides();
+  return {t.const_data_ptr(), s[0], has_token_axis ? s[1] : 0, s[has_token_axis ? 2 : 1]};
 }
 
 MutableView mutable_view_of(const at::Tensor& t, bool has_token_axis) {
-  const auto strides = t.strides();
-  // const_data_ptr: a View may show an input, and reading must not unshare copy-on-write storage.
-  void* data = const_cast<void*>(t.const_data_ptr());
-  if (!has_token_axis) return {data, strides[0], 0, strides[1]};
-  return {data, strides[0], strides[1], strides[2]};
+  const View v = view_of(t, has_token_axis);
+  return {t.mutable_data_ptr(), v.batch, v.token, v.head};
 }
 
 void prepare_problem(const DeltaRuleArguments& a, const std::optional<at::Tensor>& initial_state,

@@ -27,11 +27,6 @@ void run(int64_t count, const std::function<void(int64_t)>& body) {
 
 }  // namespace
 
-Executor torch_executor() {
-  Executor executor;
-  executor.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  executor.parallel_for = run;
-  return executor;
-}
+Executor torch_executor() { return {at::in_parallel_region() ? 1 : at::get_num_threads(), run}; }
 
 }  // namespace efla::ops

@@ -52,15 +52,20 @@ TORCH_LIBRARY(efla, m) {
       tags);
   m.def(
       "_short_conv_backward(Tensor grad_y, Tensor? grad_final_state, Tensor x, Tensor weight, "
-      "bool silu, Tensor? initial_state, Tensor? cu_seqlens) -> (Tensor, Tensor, Tensor)",
+      "bool silu, Tensor? initial_state, Tensor? cu_seqlens, bool[3] wanted) "
+      "-> (Tensor, Tensor, Tensor)",
       tags);
   m.def("_rms_norm_forward(Tensor x, Tensor? weight, float eps, Tensor? gate) -> Tensor", tags);
   m.def(
-      "_rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, float eps, Tensor? gate) "
+      "_rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, float eps, Tensor? gate, "
+      "bool[3] wanted) "
       "-> (Tensor, Tensor, Tensor)",
       tags);
   m.def("_swiglu_forward(Tensor gate, Tensor up) -> Tensor", tags);
-  m.def("_swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor, Tensor)", tags);
+  m.def(
+      "_swiglu_backward(Tensor grad_y, Tensor gate, Tensor up, bool[2] wanted) "
+      "-> (Tensor, Tensor)",
+      tags);
 }
 
 namespace efla::ops {
@@ -68,11 +73,6 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 using DeltaRuleSignature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                       const Tensor&, const OptionalTensor&,
@@ -93,20 +93,20 @@ std::tuple<Tensor, Tensor> call_delta_rule(const c10::TypedOperatorHandle<DeltaR
 
 std::tuple<Tensor, Tensor> chunk(const Tensor& q, const Tensor& k, const Tensor& v,
                                  const Tensor& beta, const Options& options) {
-  static const auto op = find<DeltaRuleSignature>("efla::chunk");
+  static const auto op = find_operator<DeltaRuleSignature>("efla::chunk");
   return call_delta_rule(op, q, k, v, beta, options);
 }
 
 std::tuple<Tensor, Tensor> recurrent(const Tensor& q, const Tensor& k, const Tensor& v,
                                      const Tensor& beta, const Options& options) {
-  static const auto op = find<DeltaRuleSignature>("efla::recurrent");
+  static const auto op = find_operator<DeltaRuleSignature>("efla::recurrent");
   return call_delta_rule(op, q, k, v, beta, options);
 }
 
 Tensor step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& beta, Tensor& state,
              const OptionalTensor& log_decay, std::string_view rule, std::optional<double> scale,
              const OptionalTensor& state_indices, bool qk_l2norm) {
-  static const auto op = find<Tensor(
+  static const auto op = find_operator<Tensor(
       const Tensor&, const Tensor&, const Tensor&, const Tensor&, Tensor&, const OptionalTensor&,
       c10::string_view, std::optional<double>, const OptionalTensor&, bool)>("efla::step_");
   return op.call(q, k, v, beta, state, log_decay, rule, scale, state_indices, qk_l2norm);
@@ -115,9 +115,9 @@ Tensor step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& be
 std::tuple<Tensor, Tensor> short_conv(const Tensor& x, const Tensor& weight, bool silu,
                                       const OptionalTensor& initial_state, bool output_final_state,
                                       const OptionalTensor& cu_seqlens) {
-  static const auto op =
-      find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, bool, const OptionalTensor&,
-                                      bool, const OptionalTensor&)>("efla::short_conv");
+  static const auto op = find_operator<std::tuple<Tensor, Tensor>(
+      const Tensor&, const Tensor&, bool, const OptionalTensor&, bool, const OptionalTensor&)>(
+      "efla::short_conv");
   auto [y, final_state] = op.call(x, weight, silu, initial_state, output_final_state, cu_seqlens);
   return {std::move(y), or_undefined(final_state, output_final_state)};
 }
@@ -125,13 +125,13 @@ std::tuple<Tensor, Tensor> short_conv(const Tensor& x, const Tensor& weight, boo
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps,
                 const OptionalTensor& gate) {
   static const auto op =
-      find<Tensor(const Tensor&, const OptionalTensor&, double, const OptionalTensor&)>(
+      find_operator<Tensor(const Tensor&, const OptionalTensor&, double, const OptionalTensor&)>(
           "efla::rms_norm");
   return op.call(x, weight, eps, gate);
 }
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
-  static const auto op = find<Tensor(const Tensor&, const Tensor&)>("efla::swiglu");
+  static const auto op = find_operator<Tensor(const Tensor&, const Tensor&)>("efla::swiglu");
   return op.call(gate, up);
 }
 

@@ -2,8 +2,10 @@
 // autograd and meta kernels; these functions go through the dispatcher.
 //
 // Shapes: q, k [B,T,H,K]; v, o [B,T,HV,V]; beta, log_decay [B,T,HV]; state [N,HV,K,V] float32
-// (float64 for float64 inputs); HV a multiple of H. Bad arguments throw c10::Error (RuntimeError in
-// Python) naming the argument and its shape.
+// (float64 for float64 inputs); HV a multiple of H; K, V <= 512. Values are the caller's: beta >= 0
+// for the exact rules, log_decay <= 0. On the CPU float16 runs through float32 copies. Gradients
+// are first derivatives in reverse mode. Bad arguments throw c10::Error (RuntimeError in Python)
+// naming the argument and its shape.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 #include <torch/torch.h>
 
+#include <array>
 #include <tuple>
 
 #include "efla/kernels/cpu/layer_ops.h"
@@ -15,6 +16,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
+using Wanted = std::array<bool, 3>;  // gradients of x, weight, gate
 
 constexpr const char* kOp = "efla::rms_norm";
 
@@ -90,17 +92,19 @@ void check_grad(const Tensor& grad_y, const Tensor& x) {
 
 std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tensor& x,
                                                 const OptionalTensor& weight, double eps,
-                                                const OptionalTensor& gate) {
+                                                const OptionalTensor& gate, Wanted wanted) {
   check(x, weight, eps, gate);
   check_grad(grad_y, x);
+  wanted[2] = wanted[2] && given(gate);
   const Prepared prepared = prepare(x, weight, eps, gate);
   const auto options = prepared.x.options();
   const auto arithmetic = options.dtype(arithmetic_type(x.scalar_type()));
-  Tensor grad_x = at::empty(x.sizes(), options);
-  Tensor grad_weight =
-      prepared.weight.defined() ? at::empty({x.size(-1)}, arithmetic) : at::empty({0}, arithmetic);
-  Tensor grad_gate =
-      prepared.gate.defined() ? at::empty(x.sizes(), options) : at::empty({0}, options);
+  const auto like_x = [&](bool is_wanted) {
+    return is_wanted ? at::empty(x.sizes(), options) : at::empty({0}, options);
+  };
+  Tensor grad_x = like_x(wanted[0]);
+  Tensor grad_weight = at::empty({wanted[1] ? x.size(-1) : 0}, arithmetic);
+  Tensor grad_gate = like_x(wanted[2]);
   if (x.numel() == 0) {
     grad_weight.zero_();
   } else {
@@ -108,9 +112,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tens
     cpu::RmsNormBackwardParams params;
     params.forward = prepared.params;
     params.grad_y = grad.const_data_ptr();
-    params.grad_x = grad_x.mutable_data_ptr();
-    if (prepared.weight.defined()) params.grad_weight = grad_weight.mutable_data_ptr();
-    if (prepared.gate.defined()) params.grad_gate = grad_gate.mutable_data_ptr();
+    if (wanted[0]) params.grad_x = grad_x.mutable_data_ptr();
+    if (wanted[1]) params.grad_weight = grad_weight.mutable_data_ptr();
+    if (wanted[2]) params.grad_gate = grad_gate.mutable_data_ptr();
     cpu::rms_norm_backward(params, torch_executor());
   }
   const at::ScalarType weight_type = given(weight) ? weight->scalar_type() : x.scalar_type();
@@ -126,19 +130,19 @@ Tensor forward_meta(const Tensor& x, const OptionalTensor& weight, double eps,
 
 std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad_y, const Tensor& x,
                                                  const OptionalTensor& weight, double eps,
-                                                 const OptionalTensor& gate) {
+                                                 const OptionalTensor& gate, Wanted wanted) {
   check(x, weight, eps, gate);
   check_grad(grad_y, x);
-  return {at::empty_symint(x.sym_sizes(), x.options()),
-          given(weight) ? at::empty_symint(weight->sym_sizes(), weight->options()) : absent_like(x),
-          given(gate) ? at::empty_symint(x.sym_sizes(), x.options()) : absent_like(x)};
+  const auto gradient = [](bool is_wanted, const Tensor& t) {
+    return is_wanted ? at::empty_symint(t.sym_sizes(), t.options()) : absent_like(t);
+  };
+  return {gradient(wanted[0], x), gradient(wanted[1], given(weight) ? *weight : x),
+          gradient(wanted[2] && given(gate), x)};
 }
 
 Tensor call_forward(const Tensor& x, const OptionalTensor& weight, double eps,
                     const OptionalTensor& gate) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("efla::_rms_norm_forward", "")
-                             .typed<decltype(forward_cpu)>();
+  static const auto op = find_operator<decltype(forward_cpu)>("efla::_rms_norm_forward");
   return op.call(x, weight, eps, gate);
 }
 
@@ -153,21 +157,21 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("efla::_rms_norm_backward", "")
-                               .typed<decltype(backward_cpu)>();
+    static const auto op = find_operator<decltype(backward_cpu)>("efla::_rms_norm_backward");
     const variable_list saved = ctx->get_saved_variables();
-    const auto optional = [](const Tensor& t) {
-      return t.defined() ? OptionalTensor(t) : std::nullopt;
-    };
+    const bool has_weight = saved[1].defined();
+    const bool has_gate = saved[2].defined();
+    const size_t gate_edge = has_weight ? 2 : 1;  // only tensors that were given have an edge
+    const Wanted wanted = {ctx->needs_input_grad(0), has_weight && ctx->needs_input_grad(1),
+                           has_gate && ctx->needs_input_grad(gate_edge)};
     variable_list out;
     {
       at::AutoGradMode no_grad(false);
-      auto [grad_x, grad_weight, grad_gate] =
-          op.call(grads[0], saved[0], optional(saved[1]), ctx->saved_data["eps"].toDouble(),
-                  optional(saved[2]));
-      out = {grad_x, or_undefined(grad_weight, saved[1].defined()),
-             or_undefined(grad_gate, saved[2].defined())};
+      const auto [grad_x, grad_weight, grad_gate] =
+          op.call(grads[0], saved[0], as_optional(saved[1]), ctx->saved_data["eps"].toDouble(),
+                  as_optional(saved[2]), wanted);
+      out = {or_undefined(grad_x, wanted[0]), or_undefined(grad_weight, wanted[1]),
+             or_undefined(grad_gate, wanted[2])};
     }
     out = once_differentiable(kOp, std::move(out));
     return {out[0], out[1], Tensor(), out[2]};  // x, weight, eps, gate
@@ -179,7 +183,7 @@ Tensor rms_norm_composite(const Tensor& x, const OptionalTensor& weight, double 
   check_device(kOp, x, "x", x);
   if (given(weight)) check_device(kOp, x, "weight", *weight);
   if (given(gate)) check_device(kOp, x, "gate", *gate);
-  if (needs_grad({&x, given(weight), given(gate)})) {
+  if (needs_grad(kOp, {&x, given(weight), given(gate)})) {
     return RmsNormFunction::apply(x, weight, eps, gate);
   }
   return call_forward(x, weight, eps, gate);

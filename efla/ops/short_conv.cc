@@ -2,6 +2,7 @@
 #include <torch/library.h>
 #include <torch/torch.h>
 
+#include <array>
 #include <tuple>
 
 #include "efla/kernels/cpu/layer_ops.h"
@@ -15,6 +16,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
+using Wanted = std::array<bool, 3>;  // gradients of x, weight, initial_state
 
 constexpr const char* kOp = "efla::short_conv";
 
@@ -136,7 +138,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y,
                                                 const OptionalTensor& grad_final_state,
                                                 const Tensor& x, const Tensor& weight, bool silu,
                                                 const OptionalTensor& initial_state,
-                                                const OptionalTensor& cu_seqlens) {
+                                                const OptionalTensor& cu_seqlens, Wanted wanted) {
   const c10::SymInt n = check(x, weight, initial_state, cu_seqlens);
   check_backward(grad_y, grad_final_state, x, weight, n);
   Prepared prepared;
@@ -145,24 +147,27 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y,
   params.forward = prepared.params;
   const cpu::ShortConvParams& p = params.forward;
   const auto options = prepared.x.options();
-  const bool has_state = given(initial_state) != nullptr;
-  Tensor grad_x = at::empty(x.sizes(), options);
-  Tensor grad_weight = at::empty(weight.sizes(), options);
-  Tensor grad_state =
-      has_state ? at::empty({p.sequences, p.channels, p.width}, options) : at::empty({0}, options);
+  const auto buffer = [](bool is_wanted, at::IntArrayRef sizes, const at::TensorOptions& type) {
+    return is_wanted ? at::empty(sizes, type) : at::empty({0}, type);
+  };
+  // A float32 weight of a bfloat16 x gets its gradient as it was summed, without a rounding.
+  const auto arithmetic = options.dtype(arithmetic_type(x.scalar_type()));
+  Tensor grad_x = buffer(wanted[0], x.sizes(), options);
+  Tensor grad_weight = buffer(wanted[1], weight.sizes(), arithmetic);
+  Tensor grad_state = buffer(wanted[2], {p.sequences, p.channels, p.width}, options);
   Tensor grad_final;
   if (const Tensor* g = given(grad_final_state)) grad_final = contiguous(*g, grad_x.scalar_type());
   if (prepared.empty()) {
     grad_x.zero_();
     grad_weight.zero_();
-    if (has_state) grad_final.defined() ? grad_state.copy_(grad_final) : grad_state.zero_();
+    if (wanted[2]) grad_final.defined() ? grad_state.copy_(grad_final) : grad_state.zero_();
   } else {
     const Tensor grad = with_contiguous_rows(as_dtype(grad_y, grad_x.scalar_type()));
     params.grad_y = view_of_rows(grad);
-    params.grad_x = mutable_view_of_rows(grad_x);
-    params.grad_weight = grad_weight.mutable_data_ptr();
+    if (wanted[0]) params.grad_x = mutable_view_of_rows(grad_x);
+    if (wanted[1]) params.grad_weight = grad_weight.mutable_data_ptr();
     if (grad_final.defined()) params.grad_final_state = grad_final.const_data_ptr();
-    if (has_state) params.grad_initial_state = grad_state.mutable_data_ptr();
+    if (wanted[2]) params.grad_initial_state = grad_state.mutable_data_ptr();
     cpu::short_conv_backward(params, torch_executor());
   }
   return {as_dtype(grad_x, x.scalar_type()), as_dtype(grad_weight, weight.scalar_type()),
@@ -182,22 +187,21 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad_y,
                                                  const OptionalTensor& grad_final_state,
                                                  const Tensor& x, const Tensor& weight, bool silu,
                                                  const OptionalTensor& initial_state,
-                                                 const OptionalTensor& cu_seqlens) {
+                                                 const OptionalTensor& cu_seqlens, Wanted wanted) {
   const c10::SymInt n = check(x, weight, initial_state, cu_seqlens);
   check_backward(grad_y, grad_final_state, x, weight, n);
-  return {at::empty_symint(x.sym_sizes(), x.options()),
-          at::empty_symint(weight.sym_sizes(), weight.options()),
-          given(initial_state)
-              ? at::empty_symint({n, x.sym_size(2), weight.sym_size(1)}, x.options())
-              : absent_like(x)};
+  const auto gradient = [](bool is_wanted, c10::SymIntArrayRef sizes, const Tensor& like) {
+    return is_wanted ? at::empty_symint(sizes, like.options()) : absent_like(like);
+  };
+  const std::array<c10::SymInt, 3> state_sizes{n, x.sym_size(2), weight.sym_size(1)};
+  return {gradient(wanted[0], x.sym_sizes(), x), gradient(wanted[1], weight.sym_sizes(), weight),
+          gradient(wanted[2], state_sizes, x)};
 }
 
 std::tuple<Tensor, Tensor> call_forward(const Tensor& x, const Tensor& weight, bool silu,
                                         const OptionalTensor& initial_state,
                                         bool output_final_state, const OptionalTensor& cu_seqlens) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("efla::_short_conv_forward", "")
-                             .typed<decltype(forward_cpu)>();
+  static const auto op = find_operator<decltype(forward_cpu)>("efla::_short_conv_forward");
   return op.call(x, weight, silu, initial_state, output_final_state, cu_seqlens);
 }
 
@@ -218,22 +222,20 @@ class ShortConvFunction : public torch::autograd::Function<ShortConvFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("efla::_short_conv_backward", "")
-                               .typed<decltype(backward_cpu)>();
+    static const auto op = find_operator<decltype(backward_cpu)>("efla::_short_conv_backward");
     const variable_list saved = ctx->get_saved_variables();
-    const auto optional = [](const Tensor& t) {
-      return t.defined() ? OptionalTensor(t) : std::nullopt;
-    };
+    const Wanted wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                           saved[2].defined() && ctx->needs_input_grad(2)};
     const Tensor grad_y =
         grads[0].defined() ? grads[0] : at::zeros_symint(saved[0].sym_sizes(), saved[0].options());
     variable_list out;
     {
       at::AutoGradMode no_grad(false);
-      auto [grad_x, grad_weight, grad_state] =
-          op.call(grad_y, optional(grads[1]), saved[0], saved[1], ctx->saved_data["silu"].toBool(),
-                  optional(saved[2]), optional(saved[3]));
-      out = {grad_x, grad_weight, or_undefined(grad_state, saved[2].defined())};
+      const auto [grad_x, grad_weight, grad_state] = op.call(
+          grad_y, as_optional(grads[1]), saved[0], saved[1], ctx->saved_data["silu"].toBool(),
+          as_optional(saved[2]), as_optional(saved[3]), wanted);
+      out = {or_undefined(grad_x, wanted[0]), or_undefined(grad_weight, wanted[1]),
+             or_undefined(grad_state, wanted[2])};
     }
     out = once_differentiable(kOp, std::move(out));
     // Positions of forward's arguments: x, weight, silu, initial_state, output_final_state,
@@ -250,7 +252,7 @@ std::tuple<Tensor, Tensor> short_conv_composite(const Tensor& x, const Tensor& w
   check_device(kOp, x, "weight", weight);
   if (given(initial_state)) check_device(kOp, x, "initial_state", *initial_state);
   if (given(cu_seqlens)) check_device(kOp, x, "cu_seqlens", *cu_seqlens);
-  if (needs_grad({&x, &weight, given(initial_state)})) {
+  if (needs_grad(kOp, {&x, &weight, given(initial_state)})) {
     const variable_list out =
         ShortConvFunction::apply(x, weight, silu, initial_state, output_final_state, cu_seqlens);
     return {out[0], out[1]};

@@ -7,6 +7,8 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "efla/kernels/cpu/delta_rule.h"
 #include "efla/ops/cuda_kernels.h"
@@ -21,7 +23,6 @@ using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
 
 constexpr const char* kOp = "efla::step_";
-constexpr int64_t kMaxStepTokens = 8;
 
 void check_step(const DeltaRuleArguments& a, const Tensor& state,
                 const OptionalTensor& state_indices) {
@@ -66,11 +67,26 @@ std::vector<int64_t> read_indices(const Tensor& indices, int64_t pool_size) {
   return out;
 }
 
+// True if no two elements share memory, seen from the strides: from the smallest on, each must step
+// over all that the smaller ones reach. (A few interleaved layouts without overlap fail this too.)
+bool elements_are_apart(const Tensor& t) {
+  if (t.is_non_overlapping_and_dense() || t.numel() == 0) return true;
+  std::array<std::pair<int64_t, int64_t>, 4> axes;  // (stride, size), t is [P, HV, K, V]
+  for (int64_t i = 0; i < 4; ++i) axes[i] = {t.stride(i), t.size(i)};
+  std::sort(axes.begin(), axes.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : axes) {
+    if (size == 1) continue;
+    if (stride <= reach) return false;
+    reach += stride * (size - 1);
+  }
+  return true;
+}
+
 void check_state_memory(const DeltaRuleArguments& a, const Tensor& state) {
-  TORCH_CHECK(at::has_internal_overlap(state) != at::MemOverlap::Yes, kOp,
-              ": state is an expanded tensor whose elements share memory (shape ", state.sizes(),
-              ", strides ", state.strides(),
-              ") and cannot be updated in place; pass state.clone()");
+  TORCH_CHECK(elements_are_apart(state), kOp,
+              ": elements of state share memory or may do so (shape ", state.sizes(), ", strides ",
+              state.strides(), "), so that it cannot be updated in place; pass state.clone()");
   const std::pair<const char*, const Tensor*> inputs[] = {
       {"q", &a.q}, {"k", &a.k}, {"v", &a.v}, {"beta", &a.beta}, {"log_decay", given(a.log_decay)}};
   for (const auto& [name, t] : inputs) {
@@ -131,12 +147,8 @@ Tensor step_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return at::empty_symint(v.sym_sizes(), v.options());
 }
 
-using StepOperator = c10::TypedOperatorHandle<decltype(step_kernel)>;
-
-const StepOperator& step_operator() {
-  static const StepOperator op = c10::Dispatcher::singleton()
-                                     .findSchemaOrThrow("efla::step_", "")
-                                     .typed<decltype(step_kernel)>();
+const c10::TypedOperatorHandle<decltype(step_kernel)>& step_operator() {
+  static const auto op = find_operator<decltype(step_kernel)>("efla::step_");
   return op;
 }
 
@@ -156,6 +168,7 @@ Tensor step_autograd(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k,
   for (const auto& [name, t] : inputs) {
     if (t == nullptr) continue;
     check_device(kOp, q, name, *t);
+    check_no_tangent(kOp, *t);
     TORCH_CHECK(!recording || !t->requires_grad(), kOp, ": has no gradient, but ", name,
                 " requires one (shape ", t->sym_sizes(),
                 "); call it under torch.no_grad(), or use efla.recurrent");
@@ -169,6 +182,11 @@ Tensor step_inplace(c10::DispatchKeySet keys, const Tensor& q, const Tensor& k, 
                     const Tensor& beta, Tensor& state, const OptionalTensor& log_decay,
                     c10::string_view rule, std::optional<double> scale,
                     const OptionalTensor& state_indices, bool qk_l2norm) {
+  // increment_version() would refuse it as well, but only after the state has changed.
+  TORCH_CHECK(!state.is_inference() || c10::InferenceMode::is_enabled(), kOp,
+              ": state was made under torch.inference_mode() (shape ", state.sym_sizes(),
+              ") and can be updated in place only there; call step_ under it too, or pass "
+              "state.clone()");
   Tensor o = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
     return step_operator().redispatch(keys & c10::after_ADInplaceOrView_keyset, q, k, v, beta,

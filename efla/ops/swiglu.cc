@@ -2,6 +2,7 @@
 #include <torch/library.h>
 #include <torch/torch.h>
 
+#include <array>
 #include <tuple>
 
 #include "efla/kernels/cpu/layer_ops.h"
@@ -55,22 +56,22 @@ Tensor forward_cpu(const Tensor& gate, const Tensor& up) {
   return as_dtype(y, gate.scalar_type());
 }
 
-std::tuple<Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tensor& gate,
-                                        const Tensor& up) {
+std::tuple<Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tensor& gate, const Tensor& up,
+                                        std::array<bool, 2> wanted) {
   check(gate, up);
   check_like_gate(gate, "grad_y", grad_y);
   const at::ScalarType storage = storage_type(gate.scalar_type());
   const Tensor g = contiguous(gate, storage);
   const Tensor u = contiguous(up, storage);
   const Tensor grad = contiguous(grad_y, storage);
-  Tensor grad_gate = at::empty(gate.sizes(), g.options());
-  Tensor grad_up = at::empty(gate.sizes(), g.options());
+  Tensor grad_gate = wanted[0] ? at::empty(gate.sizes(), g.options()) : absent_like(g);
+  Tensor grad_up = wanted[1] ? at::empty(gate.sizes(), g.options()) : absent_like(g);
   if (gate.numel() != 0) {
     cpu::SwigluBackwardParams p;
     p.forward = params_of(g, u);
     p.grad_y = grad.const_data_ptr();
-    p.grad_gate = grad_gate.mutable_data_ptr();
-    p.grad_up = grad_up.mutable_data_ptr();
+    if (wanted[0]) p.grad_gate = grad_gate.mutable_data_ptr();
+    if (wanted[1]) p.grad_up = grad_up.mutable_data_ptr();
     cpu::swiglu_backward(p, torch_executor());
   }
   return {as_dtype(grad_gate, gate.scalar_type()), as_dtype(grad_up, gate.scalar_type())};
@@ -81,18 +82,18 @@ Tensor forward_meta(const Tensor& gate, const Tensor& up) {
   return at::empty_symint(gate.sym_sizes(), gate.options());
 }
 
-std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_y, const Tensor& gate,
-                                         const Tensor& up) {
+std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_y, const Tensor& gate, const Tensor& up,
+                                         std::array<bool, 2> wanted) {
   check(gate, up);
   check_like_gate(gate, "grad_y", grad_y);
-  return {at::empty_symint(gate.sym_sizes(), gate.options()),
-          at::empty_symint(gate.sym_sizes(), gate.options())};
+  const auto gradient = [&](bool is_wanted) {
+    return is_wanted ? at::empty_symint(gate.sym_sizes(), gate.options()) : absent_like(gate);
+  };
+  return {gradient(wanted[0]), gradient(wanted[1])};
 }
 
 Tensor call_forward(const Tensor& gate, const Tensor& up) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("efla::_swiglu_forward", "")
-                             .typed<decltype(forward_cpu)>();
+  static const auto op = find_operator<decltype(forward_cpu)>("efla::_swiglu_forward");
   return op.call(gate, up);
 }
 
@@ -105,15 +106,14 @@ class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("efla::_swiglu_backward", "")
-                               .typed<decltype(backward_cpu)>();
+    static const auto op = find_operator<decltype(backward_cpu)>("efla::_swiglu_backward");
     const variable_list saved = ctx->get_saved_variables();
+    const std::array<bool, 2> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
     variable_list out;
     {
       at::AutoGradMode no_grad(false);
-      auto [grad_gate, grad_up] = op.call(grads[0], saved[0], saved[1]);
-      out = {grad_gate, grad_up};
+      const auto [grad_gate, grad_up] = op.call(grads[0], saved[0], saved[1], wanted);
+      out = {or_undefined(grad_gate, wanted[0]), or_undefined(grad_up, wanted[1])};
     }
     return once_differentiable(kOp, std::move(out));
   }
@@ -122,7 +122,7 @@ class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
 Tensor swiglu_composite(const Tensor& gate, const Tensor& up) {
   check_device(kOp, gate, "gate", gate);
   check_device(kOp, gate, "up", up);
-  if (needs_grad({&gate, &up})) return SwigluFunction::apply(gate, up);
+  if (needs_grad(kOp, {&gate, &up})) return SwigluFunction::apply(gate, up);
   return call_forward(gate, up);
 }
 

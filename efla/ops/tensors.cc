@@ -22,7 +22,18 @@ void check_device(const char* op, const at::Tensor& first, const char* name,
       ", but this build of EFLA has no kernels for that device; move the tensors to the CPU");
 }
 
-bool needs_grad(std::initializer_list<const at::Tensor*> tensors) {
+void check_no_tangent(const char* op, const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor._fw_grad(/*level=*/0).defined() ||
+                  !c10::AutogradState::get_tls_state().get_fw_grad_mode(),
+              op, ": forward-mode differentiation is not implemented, but an argument of shape ",
+              tensor.sym_sizes(),
+              " is a dual tensor; use reverse mode (backward, torch.func.grad or torch.func.vjp)");
+}
+
+bool needs_grad(const char* op, std::initializer_list<const at::Tensor*> tensors) {
+  for (const at::Tensor* t : tensors) {
+    if (t != nullptr) check_no_tangent(op, *t);
+  }
   if (!at::GradMode::is_enabled()) return false;
   for (const at::Tensor* t : tensors) {
     if (t != nullptr && t->requires_grad()) return true;

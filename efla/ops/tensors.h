@@ -1,5 +1,5 @@
-// Small helpers that every operator shares: optional tensors, dtypes, and the guard against
-// differentiating a backward pass.
+// Small helpers that every operator shares: optional tensors, dtypes, calls through the dispatcher,
+// and the guards against derivatives that do not exist.
 #pragma once
 
 #include <torch/torch.h>
@@ -16,6 +16,17 @@ namespace efla::ops {
 /// The tensor if it is given and defined, else null.
 inline const at::Tensor* given(const std::optional<at::Tensor>& t) {
   return t.has_value() && t->defined() ? &*t : nullptr;
+}
+
+/// The reverse: no tensor if it is undefined.
+inline std::optional<at::Tensor> as_optional(const at::Tensor& t) {
+  return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
+}
+
+/// The registered operator of that name. Callers keep it: finding it takes a lock and a hash.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 inline bool is_supported(at::ScalarType t) {
@@ -63,8 +74,12 @@ inline at::Tensor or_undefined(const at::Tensor& t, bool wanted) {
 void check_device(const char* op, const at::Tensor& first, const char* name,
                   const at::Tensor& tensor);
 
-/// True if autograd must record an operator on these tensors.
-bool needs_grad(std::initializer_list<const at::Tensor*> tensors);
+/// Refuses a dual tensor of forward-mode differentiation, whose tangent would be lost.
+void check_no_tangent(const char* op, const at::Tensor& tensor);
+
+/// True if autograd must record an operator on these tensors (null ones are left out). Throws if
+/// one of them is a dual tensor.
+bool needs_grad(const char* op, std::initializer_list<const at::Tensor*> tensors);
 
 /// Marks the results of a backward pass: differentiating them again fails and says so.
 torch::autograd::variable_list once_differentiable(const char* op,

@@ -92,13 +92,17 @@ def test_opcheck_of_the_layer_operators():
     opcheck(E.swiglu.default, (x, gate))
     x, weight, state, norm, gate = (t.detach() for t in (x, weight, state, norm, gate))
     opcheck(E._short_conv_forward.default, (x, weight, True, state, True, None))
-    opcheck(E._short_conv_backward.default, (x, state, x, weight, True, state, None))
-    opcheck(E._short_conv_backward.default, (x, None, x, weight, False, None, None))
+    for wanted in ([True] * 3, [True, False, False], [False, True, False], [False, False, True]):
+        args = (x, state, x, weight, True, state, None, wanted)
+        opcheck(E._short_conv_backward.default, args)
+        opcheck(E._rms_norm_backward.default, (x, x, norm, 1e-6, gate, wanted))
+    args = (x, None, x, weight, False, None, None, [True, True, False])
+    opcheck(E._short_conv_backward.default, args)
     opcheck(E._rms_norm_forward.default, (x, norm, 1e-6, gate))
-    opcheck(E._rms_norm_backward.default, (x, x, norm, 1e-6, gate))
-    opcheck(E._rms_norm_backward.default, (x, x, None, 1e-6, None))
+    opcheck(E._rms_norm_backward.default, (x, x, None, 1e-6, None, [True, False, False]))
     opcheck(E._swiglu_forward.default, (x, gate))
-    opcheck(E._swiglu_backward.default, (x, x, gate))
+    for wanted in ([True, True], [True, False], [False, True]):
+        opcheck(E._swiglu_backward.default, (x, x, gate, wanted))
 
 
 @pytest.mark.parametrize("op", [efla.chunk, efla.recurrent])

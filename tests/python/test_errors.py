@@ -43,6 +43,7 @@ BAD = [
     (dict(rule="rk2"), 'rule "rk2" has no form with log_decay'),
     (dict(rule="rk4"), 'rule "rk4" has no form with log_decay'),
     (dict(scale=float("inf")), "scale must be finite"),
+    (dict(scale=1e39), r"scale must be finite in the arithmetic of q, float32, but is 1e\+39"),
     (dict(cu_seqlens=torch.tensor([0, 19])), "the batch must be 1"),
     (dict(k=X(2, 19, 2, 8, device="meta")), "k is on meta"),
     (dict(initial_state=X(2, 2, 8, 6, device="meta")), "initial_state is on meta"),
@@ -76,6 +77,37 @@ def test_bad_offsets(op, offsets, match):
         op(**case, cu_seqlens=torch.tensor(offsets, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="cu_seqlens must be int32 or int64"):
         op(**case, cu_seqlens=torch.tensor([0.0, 19.0]))
+
+
+def test_float64_takes_a_scale_beyond_float32():
+    case = {k: None if t is None else t.double() for k, t in inputs().items()}
+    o, _ = efla.recurrent(**case, scale=1e39)
+    torch.testing.assert_close(o * 1e-39, efla.recurrent(**case, scale=1.0)[0])
+
+
+DUALS = {
+    "chunk": lambda x: efla.chunk(x, x, x, x[..., 0]),
+    "recurrent": lambda x: efla.recurrent(x.detach(), x.detach(), x, x[..., 0].detach()),
+    "step_": lambda x: efla.step_(x, x, x, x[..., 0], torch.zeros(1, 2, 4, 4)),
+    "state of step_": lambda x: efla.step_(
+        *[torch.ones(3, 2, 4)] * 3, torch.ones(3, 2), x[0, ..., None] * torch.ones(4)
+    ),
+    "short_conv": lambda x: efla.short_conv(x[:, 0], torch.ones(4, 3)),
+    "rms_norm": lambda x: efla.rms_norm(x.detach(), None, 1e-6, x),
+    "swiglu": lambda x: efla.swiglu(x.detach(), x),
+}
+
+
+@pytest.mark.parametrize("name", DUALS)
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_forward_mode_is_refused_and_the_tangent_not_dropped(name, grad_mode):
+    ones = torch.ones(1, 3, 2, 4)
+    with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(grad_mode):
+        dual = torch.autograd.forward_ad.make_dual(ones, ones)
+        with pytest.raises(RuntimeError, match="forward-mode differentiation is not implemented"):
+            DUALS[name](dual)
+    with pytest.raises(RuntimeError, match="forward-mode differentiation is not implemented"):
+        torch.func.jvp(DUALS[name], (ones,), (ones,))
 
 
 def test_unknown_keywords_and_missing_arguments():
@@ -124,6 +156,16 @@ def test_a_missing_library_says_what_to_do(tmp_path):
     nowhere = run_python("import efla", tmp_path, PYTHONPATH=str(tmp_path / "python"))
     assert nowhere.returncode == 1
     assert "libefla_ops.so was found neither" in nowhere.stderr
+    for age, name in enumerate(["newest", "release", "oldest"]):
+        built = tmp_path / "build" / name / "efla" / "ops" / "libefla_ops.so"
+        built.parent.mkdir(parents=True)
+        built.touch()
+        os.utime(built, (2e9 - age, 2e9 - age))
+    code = "import _library; print(_library.find_library())"
+    for name in ("release", "newest"):
+        found = run_python(code, tmp_path, PYTHONPATH=str(package))
+        assert found.stdout.split("/")[-4:-3] == [name], found.stderr
+        (tmp_path / "build" / "release" / "efla" / "ops" / "libefla_ops.so").unlink(missing_ok=True)
     assert "scripts/build.sh" in nowhere.stderr
     (package / "libefla_ops.so").write_text("not a library")
     broken = run_python("import efla", tmp_path, PYTHONPATH=str(tmp_path / "python"))

@@ -173,6 +173,54 @@ def test_float32_weights_of_bfloat16_inputs():
     assert reference.relative_error(norm.grad, norm_ref.grad) < 4e-2
 
 
+def test_a_float32_weight_gets_its_gradient_unrounded():
+    x = leaf(2, 40, 6, dtype=torch.bfloat16)
+    conv = leaf(6, 4, dtype=torch.bfloat16, seed=1).detach().float().requires_grad_(True)
+    norm = leaf(6, dtype=torch.bfloat16, seed=2).detach().float().requires_grad_(True)
+    grad = leaf(2, 40, 6, dtype=torch.bfloat16, seed=3).detach()
+    efla.short_conv(x, conv)[0].backward(grad)
+    efla.rms_norm(x, norm, 1e-6).backward(grad)
+    conv_ref, norm_ref = twin(conv.double()), twin(norm.double())
+    reference.short_conv(x.detach().double(), conv_ref, True)[0].backward(grad.double())
+    normed = torch.nn.functional.rms_norm(x.detach().double(), (6,), norm_ref, 1e-6)
+    normed.backward(grad.double())
+    assert reference.relative_error(conv.grad, conv_ref.grad) < 1e-5
+    assert reference.relative_error(norm.grad, norm_ref.grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "function,shapes",
+    [
+        (
+            lambda x, weight, state: efla.short_conv(x, weight, initial_state=state)[0],
+            [(2, 9, 6), (6, 4), (2, 6, 4)],
+        ),
+        (lambda x, weight, gate: efla.rms_norm(x, weight, 1e-6, gate), [(5, 6), (6,), (5, 6)]),
+        (lambda x, gate: efla.rms_norm(x, None, 1e-6, gate), [(5, 6), (5, 6)]),
+        (efla.swiglu, [(5, 6), (5, 6)]),
+    ],
+)
+def test_each_gradient_alone_equals_all_together(function, shapes):
+    leaves = [leaf(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate(shapes)]
+    gradients = torch.autograd.grad(function(*leaves).square().sum(), leaves)
+    for i, expected in enumerate(gradients):
+        alone = [t if i == j else t.detach() for j, t in enumerate(leaves)]
+        (gradient,) = torch.autograd.grad(function(*alone).square().sum(), leaves[i])
+        assert torch.equal(gradient, expected)
+
+
+def test_unwanted_gradients_are_not_computed():
+    x, conv, norm = torch.randn(2, 9, 6), torch.randn(6, 4), torch.randn(6)
+    state, ops = torch.randn(2, 6, 4), torch.ops.efla
+    for wanted in ([False] * 3, [True, False, True], [False, True, False]):
+        for gradients in (
+            ops._short_conv_backward(x, None, x, conv, True, state, None, wanted),
+            ops._rms_norm_backward(x, x, norm, 1e-6, x, wanted),
+        ):
+            assert [g.numel() > 0 for g in gradients] == wanted
+    assert [g.numel() for g in ops._swiglu_backward(x, x, x, [True, False])] == [108, 0]
+
+
 def test_forward_does_not_depend_on_the_number_of_threads():
     x, weight = leaf(3, 200, 64, dtype=torch.float32), leaf(64, 4, dtype=torch.float32, seed=1)
     before = torch.get_num_threads()

@@ -154,8 +154,45 @@ def test_refused_calls_leave_the_state_alone():
     refused("v must have the dtype of q", {**token, "v": token["v"].double()}, state)
     refused("beta must have shape", {**token, "beta": token["beta"][:1]}, state)
     refused("scale must be finite", token, state, scale=float("nan"))
+    refused("scale must be finite", token, state, scale=1e39)  # infinite in float32
     long = inputs(tokens=9)
     refused("at most 8 tokens", {k: t for k, t in long.items() if k != "initial_state"}, state)
+
+
+@pytest.mark.parametrize(
+    "strides", [(96, 47, 6, 1), (50, 48, 6, 1), (96, 48, 6, 0), (96, 1, 6, 1)]
+)
+def test_a_state_with_overlapping_strides_is_refused(strides):
+    token, _ = one_token(inputs(tokens=1))
+    state = torch.zeros(400).as_strided((2, 2, 8, 6), strides)
+    refused("share memory", token, state)
+
+
+@pytest.mark.parametrize(
+    "strides", [(97, 48, 6, 1), (120, 60, 7, 1), (2, 200, 24, 4), (1, 96, 2, 16)]
+)
+def test_a_state_with_gaps_or_permuted_axes_is_updated(strides):
+    token, expected = one_token(inputs(tokens=1))
+    state = torch.full((500,), 7.0).as_strided((2, 2, 8, 6), strides)
+    state.copy_(expected)
+    untouched = (state._base == 7).sum()
+    efla.step_(**token, state=expected)
+    efla.step_(**token, state=state)
+    assert torch.equal(state, expected)
+    assert (state._base == 7).sum() == untouched == 500 - 192
+
+
+def test_an_inference_state_outside_inference_mode_is_refused():
+    token, state = one_token(inputs(tokens=1))
+    with torch.inference_mode():
+        inference = {k: None if t is None else t.clone() for k, t in token.items()}
+        made_there = state.clone()
+    for arguments in (token, inference):
+        refused("state was made under torch.inference_mode", arguments, made_there)
+    efla.step_(**token, state=state)
+    with torch.inference_mode():
+        efla.step_(**token, state=made_there)
+    assert torch.equal(made_there, state)
 
 
 def test_shared_memory_is_refused():
