@@ -1,9 +1,11 @@
 """EFLA, exact-flow linear attention: the operators of libefla_ops.so as Python functions.
 
 Shapes: q, k ``[B, T, H, K]``; v, o ``[B, T, HV, V]``; beta, log_decay ``[B, T, HV]``; states
-``[N, HV, K, V]`` float32 (float64 for float64 inputs). HV is a multiple of H, and value head i reads
-key head ``i // (HV // H)``. q, k, v are float32, float64, bfloat16 or float16 (float16 is computed
-through float32 copies on the CPU). Any strides are accepted. Bad arguments raise RuntimeError naming
+``[N, HV, K, V]`` float32 (float64 for float64 inputs). K and V are at most 512. HV is a multiple of
+H, and value head i reads key head ``i // (HV // H)``. q, k, v are float32, float64, bfloat16 or
+float16 (on the CPU float16 runs through float32 copies: no faster than float32). Any strides are
+accepted. Values are not looked at: the exact rules need beta >= 0, and log_decay must be <= 0; what
+comes out otherwise may overflow. Gradients are first derivatives in reverse mode only. Bad arguments raise RuntimeError naming
 the argument and its shape. The same operators are registered as ``torch.ops.efla.NAME``, where an
 output that was not asked for is a tensor of shape ``[0]`` instead of None.
 
@@ -65,7 +67,7 @@ def chunk(
     Args:
         q, k: queries and keys ``[B, T, H, K]``.
         v: values ``[B, T, HV, V]``.
-        beta: step sizes ``[B, T, HV]``, float32 or q's dtype.
+        beta: step sizes ``[B, T, HV]``, float32 or q's dtype; at least 0 for the exact rules.
         log_decay: logarithm of the state's decay ``[B, T, HV]``, at most 0; None: no decay.
         rule: the step rule, see the module's docstring.
         scale: multiplies q; ``K ** -0.5`` by default.
@@ -144,7 +146,7 @@ def step_(
         q, k: ``[B, H, K]``, or ``[B, T, H, K]`` with T <= 8.
         v: ``[B, HV, V]`` or ``[B, T, HV, V]``; beta and log_decay accordingly.
         state: ``[P, HV, K, V]`` float32 (float64 for float64 q). Updated through a copy, and so
-            slower, if it is not contiguous.
+            slower, if it is not contiguous; its elements must not share memory.
         state_indices: ``[B]`` int32 or int64, the state of each row, all distinct; -1 marks a
             padding row (o = 0, no state touched). By default row b uses state b, and P = B.
 

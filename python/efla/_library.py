@@ -12,8 +12,8 @@ def find_library() -> Path:
     """The path of libefla_ops.so.
 
     Looked for, in this order: the file that the environment variable EFLA_LIBRARY names; beside this
-    package; in the build folders of the checkout that this package lies in (newest first). Raises
-    ImportError, saying where it looked, if there is none.
+    package; in the build folders of the checkout that this package lies in, build/release before
+    the others and those newest first. Raises ImportError, saying where it looked, if there is none.
     """
     chosen = os.environ.get("EFLA_LIBRARY")
     if chosen:
@@ -29,11 +29,11 @@ def find_library() -> Path:
     if beside.is_file():
         return beside
     checkout = package.parent.parent
-    built = sorted(
-        checkout.glob(f"build/*/efla/ops/{_NAME}"), key=lambda p: p.stat().st_mtime, reverse=True
-    )
+    release = checkout / "build" / "release" / "efla" / "ops" / _NAME
+    built = list(checkout.glob(f"build/*/efla/ops/{_NAME}"))
     if built:
-        return built[0]
+        # A debug or sanitizer build that happens to be newer is not what a user wants to run.
+        return max(built, key=lambda path: (path == release, path.stat().st_mtime))
     raise ImportError(
         f"{_NAME} was found neither beside {package} nor under {checkout}/build/*/efla/ops; "
         "build it with scripts/build.sh, or set EFLA_LIBRARY to its path"
