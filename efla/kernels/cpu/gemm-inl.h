@@ -59,31 +59,31 @@ inline constexpr int kTileRows = 4;
 #endif
 inline constexpr int kTileVectors = 2;
 
-// sum += the product of a triangle of the left operand, kRows x kRows with its diagonal, and b.
-template <bool kUpper, int kRows, int kVectors, class D, typename A = hn::TFromD<D>>
-HWY_INLINE void add_triangle(D d, const A* a, int64_t a_row, int64_t a_column, const A* b,
-                             int64_t b_stride, hn::Vec<D> (&sum)[kRows][kVectors]) {
+// c = keep * c + the product of a triangle of the left operand, rows x rows with its diagonal, and
+// `vectors` vectors of b. The zeros beside the triangle are not multiplied: what a token does not
+// see may be NaN. Apart from gemm_tile, whose registers it would disturb.
+template <class D, typename A = hn::TFromD<D>>
+HWY_NOINLINE void triangle_tile(D d, bool upper, int rows, int vectors, Left<A> left,
+                                const A* HWY_RESTRICT b, int64_t b_stride, A* HWY_RESTRICT c,
+                                int64_t c_stride, A keep) {
   const int64_t lanes = hn::Lanes(d);
-#pragma GCC unroll 16
-  for (int k = 0; k < kRows; ++k) {
-    hn::Vec<D> right[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) right[v] = hn::Load(d, b + k * b_stride + v * lanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      if (kUpper ? r > k : r < k) continue;
-      const auto factor = hn::Set(d, a[r * a_row + k * a_column]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = hn::MulAdd(factor, right[v], sum[r][v]);
+  for (int r = 0; r < rows; ++r) {
+    const int first = upper ? r : 0, last = upper ? rows : r + 1;
+    for (int v = 0; v < vectors; ++v) {
+      A* to = c + r * c_stride + v * lanes;
+      auto sum = keep == A(0) ? hn::Zero(d) : hn::Mul(hn::Set(d, keep), hn::Load(d, to));
+      for (int k = first; k < last; ++k) {
+        const auto factor = hn::Set(d, left.data[r * left.row + k * left.column]);
+        sum = hn::MulAdd(factor, hn::Load(d, b + k * b_stride + v * lanes), sum);
+      }
+      hn::Store(sum, d, to);
     }
   }
 }
 
-// c = keep * c + left b on one tile; c is not read if keep = 0. kLowerLeft: `depth` whole columns
-// of left, then a lower triangle of kRows columns; kUpperLeft: an upper triangle, then whole
-// columns. The zeros of the triangles are not multiplied: what a token does not see may be NaN.
+// c = keep * c + left b on one tile; c is not read if keep = 0.
 template <int kRows, int kVectors, class D, typename A = hn::TFromD<D>>
-HWY_INLINE void gemm_tile(D d, Part part, int64_t depth, Left<A> left, const A* HWY_RESTRICT b,
+HWY_INLINE void gemm_tile(D d, int64_t depth, Left<A> left, const A* HWY_RESTRICT b,
                           int64_t b_stride, A* HWY_RESTRICT c, int64_t c_stride, A keep) {
   const int64_t lanes = hn::Lanes(d);
   hn::Vec<D> sum[kRows][kVectors];
@@ -103,11 +103,6 @@ HWY_INLINE void gemm_tile(D d, Part part, int64_t depth, Left<A> left, const A* 
     }
   }
   const A* HWY_RESTRICT a = left.data;
-  if (part == Part::kUpperLeft) {
-    add_triangle<true>(d, a, left.row, left.column, b, b_stride, sum);
-    a += kRows * left.column;
-    b += kRows * b_stride;
-  }
   for (int64_t k = 0; k < depth; ++k) {
     hn::Vec<D> right[kVectors];
 #pragma GCC unroll 4
@@ -121,7 +116,6 @@ HWY_INLINE void gemm_tile(D d, Part part, int64_t depth, Left<A> left, const A* 
     a += left.column;
     b += b_stride;
   }
-  if (part == Part::kLowerLeft) add_triangle<false>(d, a, left.row, left.column, b, b_stride, sum);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
@@ -136,13 +130,21 @@ HWY_INLINE void gemm_panel(D d, Part part, int64_t m, int64_t first, int64_t k, 
   int64_t row = part == Part::kLowerResult ? first / kTileRows * kTileRows : 0;
   const auto tile = [&](auto rows) HWY_ATTR {
     constexpr int kRows = decltype(rows)::value;
-    const int64_t k0 = part == Part::kUpperLeft ? row : 0;
-    const int64_t depth = part == Part::kUpperLeft   ? k - row - kRows
-                          : part == Part::kLowerLeft ? row
-                                                     : k;
-    const Left<A> from = {left.data + row * left.row + k0 * left.column, left.row, left.column};
-    gemm_tile<kRows, kVectors>(d, part, depth, from, b + k0 * b_stride, b_stride,
-                               c + row * c_stride, c_stride, keep);
+    const auto from = [&](int64_t k0) {
+      return Left<A>{left.data + row * left.row + k0 * left.column, left.row, left.column};
+    };
+    const auto whole = [&](int64_t k0, int64_t k1, A factor) HWY_ATTR {
+      gemm_tile<kRows, kVectors>(d, k1 - k0, from(k0), b + k0 * b_stride, b_stride,
+                                 c + row * c_stride, c_stride, factor);
+    };
+    const auto triangle = [&](A factor) HWY_ATTR {
+      triangle_tile(d, part == Part::kUpperLeft, kRows, kVectors, from(row), b + row * b_stride,
+                    b_stride, c + row * c_stride, c_stride, factor);
+    };
+    const bool lower = part == Part::kLowerLeft, upper = part == Part::kUpperLeft;
+    if (upper) triangle(keep);  // in the order of k
+    whole(upper ? row + kRows : 0, lower ? row : k, upper ? A(1) : keep);
+    if (lower) triangle(A(1));
     row += kRows;
   };
   while (m - row >= kTileRows) tile(std::integral_constant<int, kTileRows>());

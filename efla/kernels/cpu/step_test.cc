@@ -270,7 +270,7 @@ TEST(Step, KeysWhoseSquareOverflowsAreSkipped) {
     StepData data(c), without(c);
     // Row b's tokens 1 and 2: two such keys in a row.
     for (int64_t i = data.key_token(); i < 3 * data.key_token(); ++i) {
-      data.k.set(i, 1e25 * data.k.get(i));
+      data.k.set(i, std::copysign(3e38, data.k.get(i)));
       without.k.set(i, 0);
     }
     for (int64_t i = c.value_heads; i < 3 * c.value_heads; ++i) without.beta.set(i, 0);
