@@ -2,6 +2,8 @@
 // and rounds in which the yardstick was slow are dropped.
 #pragma once
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <chrono>
 #include <functional>
@@ -9,6 +11,13 @@
 #include <vector>
 
 namespace efla::bench {
+
+/// Keeps large tensors in the heap: otherwise every large result pays for fresh pages.
+inline void tune_malloc() {
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
+  mallopt(M_TOP_PAD, 256 << 20);
+}
 
 /// Seconds that one call takes.
 inline double seconds(const std::function<void()>& f) {
@@ -29,11 +38,13 @@ struct Paired {
   double yardstick = 0;  // likewise
   double ratio = 0;      // median of yardstick / operation, round by round
   int kept = 0, rounds = 0;
+  bool disturbed = false;  // fewer than half of the rounds, or than three, were quiet
 };
 
 /// Runs yardstick, operation, yardstick, operation, ..., yardstick. A round is an operation and the
 /// mean of its two neighbours; it is kept if both neighbours are within `tolerance` of the fastest
-/// yardstick of the run. If fewer than three are, the three with the fastest neighbours are kept.
+/// yardstick of the run. If fewer than three are, the three with the fastest neighbours are kept
+/// and the result is marked as disturbed.
 inline Paired measure_paired(const std::function<void()>& operation,
                              const std::function<void()>& yardstick, int rounds,
                              double tolerance = 0.10) {
@@ -52,14 +63,20 @@ inline Paired measure_paired(const std::function<void()>& operation,
   Paired out;
   out.rounds = rounds;
   std::vector<double> kept, kept_yard, ratios;
+  int quiet = 0;
   for (int i : order) {
-    if (kept.size() >= 3 && slower(i) > best * (1 + tolerance)) break;
+    if (slower(i) <= best * (1 + tolerance)) {
+      ++quiet;
+    } else if (kept.size() >= 3) {
+      break;
+    }
     const double neighbours = (yard[i] + yard[i + 1]) / 2;
     kept.push_back(times[i]);
     kept_yard.push_back(neighbours);
     ratios.push_back(neighbours / times[i]);
   }
   out.kept = static_cast<int>(kept.size());
+  out.disturbed = quiet < 3 || 2 * quiet < rounds;
   out.operation = median(kept);
   out.yardstick = median(kept_yard);
   out.ratio = median(ratios);

@@ -6,8 +6,10 @@
 
 transformers' chunked fallback in torch needs `pip install transformers`; llama.cpp's operator needs
 --ggml, a folder with libggml-base.so and libggml-cpu.so; --efla adds our operator through the Python
-package. What is not there is left out with a word on stderr. Shapes and FLOP counts are those of
-efla_bench. The environment variables keep page faults of large results out of the times.
+package. What is not there is left out with a word on stderr. A slice of every peer's output is
+compared with the recurrence in double precision before the peer is timed; a peer that computes
+something else ends the program. A row marked "disturbed" had fewer than half of its rounds quiet.
+Shapes and FLOP counts are those of efla_bench. The environment variables keep page faults of large results out of the times.
 """
 
 import argparse
@@ -36,7 +38,7 @@ def seconds(f):
 
 
 def measure_paired(operation, yardstick, rounds, tolerance=0.10):
-    """(operation, yardstick, ratio, rounds kept): the algorithm of bench/measure.h."""
+    """(operation, yardstick, ratio, "kept/rounds [disturbed]"): the algorithm of bench/measure.h."""
     operation()
     yardstick()
     yard, times = [seconds(yardstick)], []
@@ -46,12 +48,14 @@ def measure_paired(operation, yardstick, rounds, tolerance=0.10):
     limit = min(yard) * (1 + tolerance)
     order = sorted(range(rounds), key=lambda i: max(yard[i], yard[i + 1]))
     kept = [i for n, i in enumerate(order) if n < 3 or max(yard[i], yard[i + 1]) <= limit]
+    quiet = sum(max(yard[i], yard[i + 1]) <= limit for i in order)
+    disturbed = quiet < 3 or 2 * quiet < rounds
     near = {i: (yard[i] + yard[i + 1]) / 2 for i in kept}
     return (
         statistics.median(times[i] for i in kept),
         statistics.median(near.values()),
         statistics.median(near[i] / times[i] for i in kept),
-        len(kept),
+        f"{len(kept)}/{rounds}" + (" disturbed" if disturbed else ""),
     )
 
 
@@ -68,7 +72,7 @@ class Table:
             run, lambda: torch.mm(self.a, self.b, out=self.c), self.rounds
         )
         self.row(peer, name, case, t, f"{flops / t / 1e9:.1f} GFLOP/s", gemm / y / 1e9,
-                 ratio * flops / gemm, kept, self.rounds)  # fmt: skip
+                 ratio * flops / gemm, kept)  # fmt: skip
 
     def copy_row(self, peer, case, run, inner):
         batch, _, heads, dim = case
@@ -83,13 +87,13 @@ class Table:
         t, y, ratio, kept = measure_paired(run, copies, rounds)
         size = 4 * numel  # bytes the copy moves; the step moves twice that
         self.row(peer, "step", case, t / inner, f"{2 * size * inner / t / 1e9:.1f} GB/s",
-                 size * inner / y / 1e9, 2 * ratio, kept, rounds)  # fmt: skip
+                 size * inner / y / 1e9, 2 * ratio, kept)  # fmt: skip
 
     @staticmethod
-    def row(peer, name, case, t, rate, yard, ratio, kept, rounds):
+    def row(peer, name, case, t, rate, yard, ratio, kept):
         shape = ",".join(map(str, case))
         print(f"| {peer} | {name} | ({shape}) | {t * 1e3:.3f} | {rate} | {yard:.1f} | "
-              f"{ratio * 100:.0f} % | {kept}/{rounds} |", flush=True)  # fmt: skip
+              f"{ratio * 100:.0f} % | {kept} |", flush=True)  # fmt: skip
 
 
 def inputs(case):
@@ -100,6 +104,40 @@ def inputs(case):
     v = torch.randn(batch, tokens, heads, dim)
     beta = torch.sigmoid(torch.randn(batch, tokens, heads))
     return q, k, v, beta, torch.zeros(batch, tokens, heads)
+
+
+def recurrence(q, k, v, beta, coefficient, state=None):
+    """Outputs [T, H, D] of one sequence in double, token by token: S += c k (v - S^T k)^T."""
+    q, k, v, beta = (x.double() for x in (q, k, v, beta))
+    heads, dim = q.shape[1:]
+    s = torch.zeros(heads, dim, dim).double() if state is None else state.double().clone()
+    out = []
+    for t in range(q.shape[0]):
+        c = coefficient(beta[t], k[t].square().sum(-1))[:, None, None]
+        error = v[t] - torch.einsum("hkv,hk->hv", s, k[t])
+        s = s + c * torch.einsum("hk,hv->hkv", k[t], error)
+        out.append(torch.einsum("hkv,hk->hv", s, q[t]) / dim**0.5)
+    return torch.stack(out)
+
+
+def euler(beta, square):
+    return beta
+
+
+def exact(beta, square):
+    return -torch.expm1(-beta * square) / square
+
+
+def require_same(peer, actual, tensors, coefficient, state=None):
+    """Checks the first tokens and heads of the last sequence; a prefix sees nothing after it."""
+    tokens, heads = min(100, actual.shape[1]), 2
+    slices = [x[-1, :tokens, :heads] for x in tensors[:4]]
+    start = None if state is None else state[-1, :heads]
+    expected = recurrence(*slices, coefficient, start)
+    actual = actual[-1, :tokens, :heads].detach().double()
+    error = ((actual - expected).abs().max() / expected.abs().max()).item()
+    if not error < 1e-4:
+        sys.exit(f"{peer}: differs from the recurrence by {error:.1e} of the largest output")
 
 
 def with_backward(operator, tensors):
@@ -122,6 +160,7 @@ def bench_transformers(table):
     for case in FORWARD:
         x = inputs(case)
         with torch.no_grad():
+            require_same("transformers", chunk(*x), x, euler)
             table.gemm_row("transformers", "forward", case, 1, lambda x=x: chunk(*x))
     for case in BACKWARD:
         table.gemm_row("transformers", "forward+backward", case, 4,
@@ -137,6 +176,10 @@ def bench_transformers(table):
                 )
 
         with torch.no_grad():
+            out = peer.torch_recurrent_gated_delta_rule(
+                q, k, v, g=g, beta=beta, initial_state=state.clone(), output_final_state=True
+            )[0]
+            require_same("transformers", out, (q, k, v, beta), euler, state)
             table.copy_row("transformers", case, steps, 20)
 
 
@@ -153,6 +196,7 @@ def bench_efla(table):
     for case in FORWARD:
         x = inputs(case)
         with torch.no_grad():
+            require_same("efla", chunk(*x), x, exact)
             table.gemm_row("efla", "forward", case, 1, lambda x=x: chunk(*x))
     for case in BACKWARD:
         table.gemm_row("efla", "forward+backward", case, 4, with_backward(chunk, inputs(case)))
@@ -164,6 +208,8 @@ def bench_efla(table):
             for _ in range(20):
                 efla.step_(q, k, v, beta, state)
 
+        out = efla.step_(q, k, v, beta, state.clone())
+        require_same("efla", out, (q, k, v, beta), exact, state)
         table.copy_row("efla", case, steps, 20)
 
 
@@ -236,7 +282,16 @@ class Ggml:
         out = self.base.ggml_gated_delta_net(context, q, k, v, g, beta, s, 1)
         graph = self.base.ggml_new_graph(context)
         self.base.ggml_build_forward_expand(graph, out)
-        return (lambda: self.base.ggml_backend_graph_compute(self.backend, graph)), context
+
+        def run():
+            return self.base.ggml_backend_graph_compute(self.backend, graph)
+
+        # The result holds the outputs [B, T, H, D] and, behind them, the states.
+        run()
+        memory = (ctypes.c_float * values[2].numel()).from_address(self.base.ggml_get_data_f32(out))
+        output = torch.frombuffer(memory, dtype=torch.float32)
+        require_same("llama.cpp", output.view(batch, tokens, heads, dim), values, euler)
+        return run, context
 
     def bench(self, table):
         for case in FORWARD:

@@ -2,14 +2,13 @@
 // in this process and in turn, so that a busy machine slows both alike.
 //
 //   bench_train_step [--length 256] [--tokens 2048] [--hidden 256] [--layers 4] [--vocab 4096]
-//                    [--heads 2] [--rounds 9] [--profile]
+//                    [--heads 2] [--rounds 9] [--threads 2] [--profile] [--default-malloc]
 //
 // A step is forward, loss, backward and fused AdamW on random tokens in float32. Reports the median
 // of the steps and the ratio; --profile adds where one step of each model spends its time.
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/record_function.h>
 #include <fmt/format.h>
-#include <malloc.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -22,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/measure.h"
 #include "efla/nn/language_model.h"
 
 namespace {
@@ -175,15 +175,11 @@ class OperatorTimes {
   at::CallbackHandle handle_;
 };
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   int64_t length = 256, tokens = 2048, rounds = 9;
+  int threads = at::get_num_threads();
   bool profile = false, default_malloc = false;
   efla::ModelConfig config;
   config.hidden_size = 256;
@@ -191,22 +187,31 @@ int main(int argc, char** argv) {
   config.vocab_size = 4096;
   config.num_heads = 2;
   CLI::App app("Training speed of EFLA beside a softmax model in plain torch");
-  app.add_option("--length", length, "tokens of one sequence");
-  app.add_option("--tokens", tokens, "tokens of one step");
-  app.add_option("--hidden", config.hidden_size);
-  app.add_option("--layers", config.num_hidden_layers);
-  app.add_option("--vocab", config.vocab_size);
-  app.add_option("--heads", config.num_heads);
-  app.add_option("--rounds", rounds);
+  app.add_option("--length", length, "tokens of one sequence")->check(CLI::PositiveNumber);
+  app.add_option("--tokens", tokens, "tokens of one step, a multiple of --length")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--hidden", config.hidden_size)->check(CLI::PositiveNumber);
+  app.add_option("--layers", config.num_hidden_layers)->check(CLI::PositiveNumber);
+  app.add_option("--vocab", config.vocab_size)->check(CLI::PositiveNumber);
+  app.add_option("--heads", config.num_heads)->check(CLI::PositiveNumber);
+  app.add_option("--rounds", rounds)->check(CLI::Range(1, 1000));
+  app.add_option("--threads", threads, "threads of torch's pool")->check(CLI::PositiveNumber);
   app.add_flag("--profile", profile, "where the time of one step goes");
   app.add_flag("--default-malloc", default_malloc, "leave glibc's allocator as it is");
   CLI11_PARSE(app, argc, argv);
-  if (!default_malloc) {
-    // Large tensors from the heap, kept by it: otherwise every step pays for fresh pages.
-    mallopt(M_MMAP_THRESHOLD, 1 << 30);
-    mallopt(M_TRIM_THRESHOLD, 1 << 30);
-    mallopt(M_TOP_PAD, 1 << 26);
+  if (tokens % length != 0) {
+    fmt::print(stderr, "bench_train_step: --tokens {} is not a multiple of --length {}\n", tokens,
+               length);
+    return 2;
   }
+  // The rotation of the softmax model pairs the halves of a head.
+  if (config.hidden_size % (2 * config.num_heads) != 0) {
+    fmt::print(stderr, "bench_train_step: --hidden {} is not a multiple of twice --heads {}\n",
+               config.hidden_size, config.num_heads);
+    return 2;
+  }
+  if (!default_malloc) efla::bench::tune_malloc();
+  at::set_num_threads(threads);
 
   torch::manual_seed(1);
   efla::LanguageModel efla_model(config);
@@ -226,17 +231,14 @@ int main(int argc, char** argv) {
 
   std::vector<double> efla_ms, softmax_ms, ratios;
   for (int64_t round = -2; round < rounds; ++round) {
-    auto start = Clock::now();
-    efla_step();
-    const double a = milliseconds(start);
-    start = Clock::now();
-    softmax_step();
-    const double b = milliseconds(start);
+    const double a = 1e3 * efla::bench::seconds(efla_step);
+    const double b = 1e3 * efla::bench::seconds(softmax_step);
     if (round < 0) continue;
     efla_ms.push_back(a);
     softmax_ms.push_back(b);
     ratios.push_back(b / a);
   }
+  using efla::bench::median;
   const auto per_second = [&](double ms) { return static_cast<double>(tokens) / ms; };
   fmt::print(
       "{} x {} tokens, {} threads: EFLA {:.1f} ms = {:.2f} k tokens/s; softmax {:.1f} ms = "
