@@ -2,10 +2,12 @@
 // product and copy, measured in turn. Every row is checked against the double-precision reference
 // before it is timed.
 //
-//   efla_bench [--threads 2] [--rounds 9] [--only SUBSTRING] [--csv FILE] [--default-malloc]
+//   efla_bench [--threads 2] [--rounds 9] [--only NAME] [--csv FILE] [--default-malloc]
+//
+// NAME is the name of an operation: "forward", "forward, bfloat16", "forward+backward" or "step"; a
+// trailing * makes it a prefix, so that 'forward*' runs the first three.
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
-#include <malloc.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -175,7 +177,11 @@ class Bench {
   }
 
  private:
-  bool skip(const std::string& name) const { return name.find(only_) == std::string::npos; }
+  // `only_`: a name, or a prefix followed by *; empty: everything.
+  bool skip(const std::string& name) const {
+    if (only_.empty() || name == only_) return false;
+    return only_.back() != '*' || !name.starts_with(only_.substr(0, only_.size() - 1));
+  }
 
   void add_gemm_row(const std::string& name, const Case& c, double error, double factor,
                     const std::function<void()>& run) {
@@ -197,9 +203,10 @@ class Bench {
 
   void add(const Row& row) {
     rows_.push_back(row);
-    fmt::print("| {} | {} | {:.3f} | {:.1f} {} | {:.1f} | {:.0f} % | {:.0e} | {}/{} |\n", row.name,
-               row.shape, row.time.operation * 1e3, row.rate, row.unit, row.yard_rate,
-               row.time.ratio * 100, row.error, row.time.kept, row.time.rounds);
+    fmt::print("| {} | {} | {:.3f} | {:.1f} {} | {:.1f} | {:.0f} % | {:.0e} | {}/{}{} |\n",
+               row.name, row.shape, row.time.operation * 1e3, row.rate, row.unit, row.yard_rate,
+               row.time.ratio * 100, row.error, row.time.kept, row.time.rounds,
+               row.time.disturbed ? " disturbed" : "");
     std::fflush(stdout);
   }
 
@@ -211,11 +218,11 @@ class Bench {
 
 void write_csv(const std::string& path, const std::vector<Row>& rows) {
   std::ofstream out(path);
-  out << "name,shape,seconds,rate,unit,yardstick_rate,ratio,error,kept,rounds\n";
+  out << "name,shape,seconds,rate,unit,yardstick_rate,ratio,error,kept,rounds,disturbed\n";
   for (const Row& r : rows)
-    out << fmt::format("{},\"{}\",{:.9f},{:.3f},{},{:.3f},{:.4f},{:.3e},{},{}\n", r.name, r.shape,
-                       r.time.operation, r.rate, r.unit, r.yard_rate, r.time.ratio, r.error,
-                       r.time.kept, r.time.rounds);
+    out << fmt::format("{},\"{}\",{:.9f},{:.3f},{},{:.3f},{:.4f},{:.3e},{},{},{}\n", r.name,
+                       r.shape, r.time.operation, r.rate, r.unit, r.yard_rate, r.time.ratio,
+                       r.error, r.time.kept, r.time.rounds, r.time.disturbed ? 1 : 0);
   if (!out) throw std::runtime_error("cannot write " + path);
 }
 
@@ -238,16 +245,13 @@ int run(int argc, char** argv) {
   CLI::App app("Speed of the CPU operators beside torch's matrix product and copy");
   app.add_option("--threads", threads, "Threads of torch's pool")->check(CLI::PositiveNumber);
   app.add_option("--rounds", rounds, "Rounds of each measurement")->check(CLI::Range(3, 1000));
-  app.add_option("--only", only, "Only rows whose name contains this");
+  app.add_option("--only", only,
+                 "Only the operation of this name; NAME* for all that begin with NAME");
   app.add_option("--csv", csv, "Also write the rows to this file");
   app.add_flag("--default-malloc", default_malloc,
                "Let malloc return memory to the system, so that large results fault pages in anew");
   CLI11_PARSE(app, argc, argv);
-  if (!default_malloc) {
-    mallopt(M_MMAP_THRESHOLD, 1 << 30);
-    mallopt(M_TRIM_THRESHOLD, 2147483647);
-    mallopt(M_TOP_PAD, 256 << 20);
-  }
+  if (!default_malloc) tune_malloc();
   at::set_num_threads(threads);
   torch::NoGradGuard no_grad;
   fmt::print("threads {}, float32 unless named, {} malloc, torch {}\n\n", threads,
@@ -257,6 +261,14 @@ int run(int argc, char** argv) {
       "|---|---|---|---|---|---|---|---|\n");
   Bench bench(rounds, only);
   run_all(bench);
+  if (bench.rows().empty()) {
+    fmt::print(
+        stderr,
+        "efla_bench: --only {}: no such operation; there are forward, \"forward, bfloat16\", "
+        "forward+backward and step\n",
+        only);
+    return 2;
+  }
   if (!csv.empty()) write_csv(csv, bench.rows());
   return 0;
 }
