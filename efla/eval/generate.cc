@@ -41,8 +41,7 @@ Generator::Generator(LanguageModel model, const Tokenizer& tokenizer)
   if (tokenizer_.vocab_size() > model_->config().vocab_size) {
     throw UsageError(
         fmt::format("the tokenizer {} has {} tokens but the model only {}; use the tokenizer that "
-                    "the model was "
-                    "trained with",
+                    "the model was trained with",
                     tokenizer_.path(), tokenizer_.vocab_size(), model_->config().vocab_size));
   }
 }

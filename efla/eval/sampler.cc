@@ -7,17 +7,13 @@
 #include <limits>
 
 #include "efla/io/error.h"
+#include "efla/io/random.h"
 
 namespace efla {
 namespace {
 
-// splitmix64: spreads (seed, stream) over all bits, so that neighbouring seeds share nothing.
-uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
+// Spreads (seed, stream) over all bits, so that neighbouring seeds share nothing.
+uint64_t mix(uint64_t x) { return SplitMix64(x).next(); }
 
 // [0, 1) from the top 53 bits; std::uniform_real_distribution differs between standard libraries.
 double uniform(std::mt19937_64& random) { return static_cast<double>(random() >> 11) * 0x1p-53; }
@@ -27,6 +23,32 @@ double kth_highest(const std::vector<double>& scores, int64_t k) {
   std::vector<double> copy = scores;
   std::nth_element(copy.begin(), copy.begin() + (k - 1), copy.end(), std::greater<>());
   return copy[static_cast<size_t>(k - 1)];
+}
+
+// Most likely first, equals by token id: no two candidates are equivalent, so the order is the same
+// whatever the algorithm.
+bool before(const Candidate& a, const Candidate& b) {
+  return a.probability != b.probability ? a.probability > b.probability : a.token < b.token;
+}
+
+// Keeps the likeliest candidates, in order, until their weights reach `enough` (at least one) and
+// returns their sum. Sorts only as much of the front as that takes.
+double keep_likeliest(std::vector<Candidate>& candidates, double enough) {
+  double kept = 0;
+  size_t count = 0, sorted = 0;
+  while (count < candidates.size() && (count == 0 || kept < enough)) {
+    if (count == sorted) {
+      constexpr size_t kFirst = 64;
+      const auto from = candidates.begin() + static_cast<std::ptrdiff_t>(sorted);
+      sorted = std::min(candidates.size(), std::max(kFirst, 4 * sorted));
+      const auto to = candidates.begin() + static_cast<std::ptrdiff_t>(sorted);
+      if (to != candidates.end()) std::nth_element(from, to, candidates.end(), before);
+      std::sort(from, to, before);
+    }
+    kept += candidates[count++].probability;
+  }
+  candidates.resize(count);
+  return kept;
 }
 
 }  // namespace
@@ -77,6 +99,12 @@ std::vector<double> Sampler::penalized(std::span<const float> logits) const {
 }
 
 std::vector<Candidate> Sampler::distribution(std::span<const float> logits) const {
+  std::vector<Candidate> candidates = drawing_order(logits);
+  std::sort(candidates.begin(), candidates.end(), before);
+  return candidates;
+}
+
+std::vector<Candidate> Sampler::drawing_order(std::span<const float> logits) const {
   const std::vector<double> scores = penalized(logits);
   if (options_.temperature == 0) {
     const auto best = std::max_element(scores.begin(), scores.end());
@@ -89,6 +117,7 @@ std::vector<Candidate> Sampler::distribution(std::span<const float> logits) cons
     lowest_kept = std::max(lowest_kept, kth_highest(scores, options_.top_k));
   }
   std::vector<Candidate> candidates;
+  candidates.reserve(options_.top_k > 0 ? 0 : scores.size());
   double total = 0;
   for (size_t i = 0; i < scores.size(); ++i) {
     if (scores[i] < lowest_kept) continue;
@@ -96,26 +125,17 @@ std::vector<Candidate> Sampler::distribution(std::span<const float> logits) cons
     candidates.push_back({static_cast<int32_t>(i), weight});
     total += weight;
   }
-  std::stable_sort(
-      candidates.begin(), candidates.end(),
-      [](const Candidate& a, const Candidate& b) { return a.probability > b.probability; });
-
-  // Top-p keeps a token while the ones above it have not reached p; the first is always kept.
-  double kept = 0;
-  size_t count = 0;
-  while (count < candidates.size() && (count == 0 || kept < options_.top_p * total)) {
-    kept += candidates[count++].probability;
-  }
   if (options_.top_p < 1) {
-    candidates.resize(count);
-    total = kept;
+    total = keep_likeliest(candidates, options_.top_p * total);
+  } else if (options_.top_k > 0) {
+    std::sort(candidates.begin(), candidates.end(), before);
   }
   for (Candidate& candidate : candidates) candidate.probability /= total;
   return candidates;
 }
 
 int32_t Sampler::sample(std::span<const float> logits) {
-  const std::vector<Candidate> candidates = distribution(logits);
+  const std::vector<Candidate> candidates = drawing_order(logits);
   // Greedy draws no number, so that a text's draws do not depend on how its start was made.
   int32_t token = candidates.front().token;
   if (candidates.size() > 1) {

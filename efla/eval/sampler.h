@@ -46,6 +46,9 @@ class Sampler {
   std::vector<Candidate> distribution(std::span<const float> logits) const;
 
  private:
+  // In order of token id when all tokens may be drawn (sorting a whole vocabulary costs more than a
+  // small model), else as distribution().
+  std::vector<Candidate> drawing_order(std::span<const float> logits) const;
   std::vector<double> penalized(std::span<const float> logits) const;
 
   SamplingOptions options_;

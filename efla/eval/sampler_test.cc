@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
+#include <numeric>
 
 #include "efla/io/error.h"
 
@@ -159,6 +161,26 @@ TEST(Sampler, DrawnTokensCountAsSeen) {
 TEST(Sampler, MinusInfinityIsNeverDrawn) {
   const std::vector<float> logits = {-kInfinity, 0.0f, -kInfinity, -50.0f};
   EXPECT_EQ(tokens_of(Sampler(with(3)).distribution(logits)), (std::vector<int32_t>{1, 3}));
+}
+
+// More tokens than are sorted at first, many of them equal.
+TEST(Sampler, TopPKeepsTheLikeliestOfManyTokens) {
+  std::vector<float> logits;
+  for (int i = 0; i < 3000; ++i) logits.push_back(static_cast<float>(i * 7919 % 1000) / 300);
+  std::vector<int32_t> order(logits.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+  double total = 0;
+  for (const float logit : logits) total += std::exp(static_cast<double>(logit));
+  for (const double p : {0.01, 0.1, 0.5, 0.99}) {
+    double kept = 0;
+    size_t count = 0;
+    while (kept < p * total) kept += std::exp(static_cast<double>(logits[order[count++]]));
+    EXPECT_EQ(tokens_of(Sampler(with(1, 0, p)).distribution(logits)),
+              std::vector<int32_t>(order.begin(), order.begin() + count))
+        << p;
+  }
 }
 
 TEST(Sampler, SameSeedSameDrawsAndStreamsDiffer) {
