@@ -7,6 +7,8 @@
 #include <cstring>
 #include <filesystem>
 
+#include "efla/io/atomic_file.h"
+#include "efla/io/checksum.h"
 #include "efla/io/error.h"
 #include "efla/train/checkpoint.h"
 
@@ -18,24 +20,61 @@ namespace fs = std::filesystem;
 std::string tokenizer_path(const std::string& given, const std::string& model_folder,
                            const std::string& data_folder, const ModelConfig& config) {
   if (!given.empty()) return given;
-  for (const std::string& folder : {model_folder, data_folder}) {
-    const fs::path beside = fs::path(folder) / "tokenizer.model";
-    if (!folder.empty() && fs::exists(beside)) return beside.string();
-  }
-  if (config.vocab_size == Tokenizer::load("byte")->vocab_size()) return "byte";
+  const fs::path beside_model = fs::path(model_folder) / "tokenizer.model";
+  if (fs::exists(beside_model)) return beside_model.string();
+  if (config.tokenizer_fingerprint == Tokenizer::load("byte")->fingerprint()) return "byte";
+  const fs::path beside_data = fs::path(data_folder) / "tokenizer.model";
+  if (!data_folder.empty() && fs::exists(beside_data)) return beside_data.string();
   throw UsageError(fmt::format(
       "{} holds no tokenizer.model; give the model's tokenizer with --tokenizer", model_folder));
 }
 
+// Compares the files that load_pretrained and find_tokenizer read with the sizes and checksums in
+// the checkpoint's trainer.json; verify_checkpoint() would read the optimizer's moments too, which
+// are twice as much and may have been deleted.
+void verify_checkpoint_model(const fs::path& folder) {
+  const fs::path record_path = folder / "trainer.json";
+  nlohmann::json files;
+  try {
+    files = nlohmann::json::parse(read_file(record_path)).at("files");
+    for (const char* name : {"config.json", "model.safetensors", "tokenizer.model"}) {
+      if (!files.contains(name)) continue;  // a byte model has no tokenizer.model
+      const FileChecksum actual = checksum_file(folder / name);
+      if (files[name].at("bytes") != actual.bytes || files[name].at("crc32") != actual.crc32) {
+        throw Error(fmt::format(
+            "{}: damaged, its size or checksum is not the one recorded in trainer.json; restore it "
+            "from a copy, or give an older checkpoint of the run",
+            (folder / name).string()));
+      }
+    }
+  } catch (const nlohmann::json::exception&) {
+    throw Error(fmt::format(
+        "{}: damaged, it is not the JSON that was written; restore it from a copy, or remove it "
+        "to use the model unchecked",
+        record_path.string()));
+  }
+}
+
 }  // namespace
 
+bool exists_or_recovers(const std::string& path) {
+  std::error_code ignored;
+  if (fs::exists(path, ignored)) return true;
+  recover_folder(path);  // its writer may have died between two renames
+  return fs::exists(path, ignored);
+}
+
 std::string find_model(const std::string& path) {
-  if (!fs::exists(path)) {
+  if (!exists_or_recovers(path)) {
     throw Error(
         fmt::format("{} does not exist; give the folder of a model, a checkpoint or a run", path));
   }
   const std::string folder = resolve_model_folder(path);
-  if (fs::exists(fs::path(folder) / "trainer.json")) verify_checkpoint(folder);
+  if (fs::exists(fs::path(folder) / "trainer.json")) {
+    verify_checkpoint_model(folder);
+  } else {
+    verify_model(folder);
+  }
   return folder;
 }
 
@@ -46,9 +85,15 @@ std::unique_ptr<Tokenizer> find_tokenizer(const std::string& given, const std::s
   if (tokenizer->vocab_size() > config.vocab_size) {
     throw UsageError(
         fmt::format("the tokenizer {} has {} tokens but the model {} only {}; give the tokenizer "
-                    "that the model "
-                    "was trained with",
+                    "that the model was trained with",
                     tokenizer->path(), tokenizer->vocab_size(), model_folder, config.vocab_size));
+  }
+  const std::string& expected = config.tokenizer_fingerprint;
+  if (!expected.empty() && tokenizer->fingerprint() != expected) {
+    throw UsageError(fmt::format(
+        "the tokenizer {} has the fingerprint {} but the model {} was trained with {}; give that "
+        "one with --tokenizer",
+        tokenizer->path(), tokenizer->fingerprint(), model_folder, expected));
   }
   return tokenizer;
 }

@@ -12,15 +12,18 @@
 
 namespace efla::cli {
 
+/// Whether `path` exists, after what a killed writer of a folder left there has been mended.
+bool exists_or_recovers(const std::string& path);
+
 /// The folder that holds the model which `path` names: a model, a checkpoint or a run (its newest
-/// checkpoint). A checkpoint's files are compared with their recorded checksums. Throws Error or
-/// UsageError naming the path.
+/// checkpoint). The model's files of a checkpoint are compared with their recorded checksums; those
+/// that only training reads may be gone. Throws Error or UsageError naming the path.
 std::string find_model(const std::string& path);
 
 /// The tokenizer of a model: `given` (a path or "byte") when not empty, else tokenizer.model in the
-/// model's folder, else in `data_folder` (may be empty); a model with the byte tokenizer's number
-/// of tokens and no file beside it reads bytes. Throws UsageError when none is found or when it has
-/// more tokens than the model.
+/// model's folder, else bytes if the model's tokenizer_fingerprint says so, else tokenizer.model in
+/// `data_folder` (may be empty). Throws UsageError when none is found, when it has more tokens than
+/// the model, or when its fingerprint is not the model's.
 std::unique_ptr<Tokenizer> find_tokenizer(const std::string& given, const std::string& model_folder,
                                           const std::string& data_folder,
                                           const ModelConfig& config);

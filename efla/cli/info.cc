@@ -14,11 +14,11 @@
 
 #include "efla/cli/commands.h"
 #include "efla/cli/common.h"
-#include "efla/io/atomic_file.h"
 #include "efla/io/error.h"
 #include "efla/io/safetensors.h"
 #include "efla/io/token_shard.h"
 #include "efla/nn/config.h"
+#include "efla/nn/pretrained.h"
 
 namespace efla::cli {
 namespace {
@@ -71,36 +71,11 @@ Json build_facts() {
   };
 }
 
-// Keys of the file that the configuration does not know (and that are therefore not used).
-Json unknown_keys(const nlohmann::json& file, const ModelConfig& config) {
-  const nlohmann::json known = config.to_json();
-  Json unknown = Json::array();
-  for (const auto& [key, value] : file.items()) {
-    if (!known.contains(key)) unknown.push_back(key);
-  }
-  return unknown;
-}
-
-std::string dtype_name(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kHalf:
-      return "float16";
-    default:
-      return c10::toString(tensor.scalar_type());
-  }
-}
-
 // "float32", or every dtype with its number of tensors when there are several.
 std::string dtypes(const SafetensorsModel& weights) {
   std::map<std::string, int64_t> counts;
   for (const std::string& name : weights.names()) {
-    ++counts[dtype_name(weights.tensor(name))];
+    ++counts[dtype_name(weights.tensor(name).scalar_type())];
   }
   std::string text;
   for (const auto& [dtype, count] : counts) {
@@ -112,8 +87,8 @@ std::string dtypes(const SafetensorsModel& weights) {
 
 Json model_facts(const std::string& folder) {
   const fs::path path = folder;
-  const ModelConfig config = ModelConfig::from_json_file(path / "config.json");
-  const auto file = nlohmann::json::parse(read_file(path / "config.json"));
+  std::vector<std::string> unknown;
+  const ModelConfig config = ModelConfig::from_json_file(path / "config.json", &unknown);
   const SafetensorsModel weights = SafetensorsModel::open(path);
   const ParameterCount count = config.parameter_count();
   Json facts = {{"model", folder},
@@ -136,7 +111,9 @@ Json model_facts(const std::string& folder) {
                 // States and convolution tails are kept in float32.
                 {"state bytes per sequence", config.state_elements() * 4},
                 {"tokenizer", fs::exists(path / "tokenizer.model") ? "tokenizer.model" : "none"},
-                {"unknown config keys", unknown_keys(file, config)}};
+                {"tokenizer fingerprint", config.tokenizer_fingerprint},
+                {"unknown config keys", unknown}};
+  if (config.tokenizer_fingerprint.empty()) facts["tokenizer fingerprint"] = "unknown";
   return facts;
 }
 
@@ -168,7 +145,8 @@ Json safetensors_facts(const fs::path& path) {
   Json facts = {{"file", path.string()}, {"tensors", file.names().size()}};
   for (const std::string& name : file.names()) {
     const at::Tensor tensor = file.tensor(name);
-    facts[name] = fmt::format("{} {}", dtype_name(tensor), Json(tensor.sizes().vec()).dump());
+    facts[name] =
+        fmt::format("{} {}", dtype_name(tensor.scalar_type()), Json(tensor.sizes().vec()).dump());
   }
   return facts;
 }
@@ -185,7 +163,7 @@ std::vector<fs::path> shards_in(const fs::path& folder) {
 void run(const std::string& path, bool json) {
   if (path.empty()) return show(build_facts(), json);
   if (path == "byte" && !fs::exists(path)) return show(tokenizer_facts(path), json);
-  if (!fs::exists(path)) {
+  if (!exists_or_recovers(path)) {
     throw Error(fmt::format("{} does not exist; give a model, shards or a tokenizer", path));
   }
   const std::string extension = fs::path(path).extension().string();

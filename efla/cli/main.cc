@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <memory>
 #include <new>
 #include <string>
@@ -70,8 +71,8 @@ std::string unknown_subcommand(const CLI::App& app, const std::vector<std::strin
         current->get_subcommands([&word](const CLI::App* sub) { return sub->get_name() == word; });
     const CLI::App* next = matches.empty() ? nullptr : matches.front();
     if (next == nullptr) {
-      return fmt::format("'{}' is not a command of {}; did you mean '{}'? The commands are {}",
-                         word, path, nearest_name(word, names), fmt::join(names, ", "));
+      return fmt::format("'{}' is none of the commands of {} ({}); did you mean '{}'?", word, path,
+                         fmt::join(names, ", "), nearest_name(word, names));
     }
     current = next;
     path += " " + word;
@@ -127,6 +128,9 @@ int run(int argc, char** argv) {
     return report(kBadUsage, first_line(error.what()));
   } catch (const c10::Error& error) {
     return report(kFailed, first_line(error.what_without_backtrace()));
+  } catch (const std::filesystem::filesystem_error& error) {
+    return report(kFailed, fmt::format("{}: {}; check the path and its permissions",
+                                       error.path1().string(), error.code().message()));
   } catch (const std::bad_alloc&) {
     return report(kFailed, "not enough memory; use a smaller batch, window or model");
   } catch (const std::exception& error) {

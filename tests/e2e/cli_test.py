@@ -18,6 +18,7 @@ import struct
 import subprocess
 import tempfile
 import unittest
+import zlib
 
 PROGRAM = os.environ.get("EFLA_PROGRAM", "efla")
 TIMEOUT = 120  # seconds after which a process counts as hung
@@ -65,6 +66,14 @@ def model_shapes(vocab=VOCAB):
     return shapes
 
 
+def fingerprint(text):
+    """64-bit FNV-1a in hex: what config.json says of the tokenizer."""
+    value = 0xcbf29ce484222325
+    for byte in text.encode():
+        value = (value ^ byte) * 0x100000001b3 % 2**64
+    return f"{value:016x}"
+
+
 def write_model(folder, uniform=False, nan=False, vocab=VOCAB, **config):
     """A model folder with random weights, written here from the format's description."""
     folder.mkdir(parents=True)
@@ -91,7 +100,18 @@ def write_model(folder, uniform=False, nan=False, vocab=VOCAB, **config):
         "model_type": "efla", "rule": "exact", "beta_activation": "sigmoid", "qk_norm": "none",
         "vocab_size": vocab, "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_heads": 2,
         "intermediate_size": INNER, "max_position_embeddings": 64, "bos_token_id": 256,
-        "eos_token_id": 257, **config}))
+        "eos_token_id": 257, "tokenizer_fingerprint": fingerprint("byte tokenizer, version 1"),
+        **config}))
+    return folder
+
+
+def write_checkpoint(folder):
+    """The model as a checkpoint: with a file that only training reads, and all files recorded."""
+    write_model(folder)
+    (folder / "optimizer.safetensors").write_bytes(b"moments")
+    files = {p.name: {"bytes": p.stat().st_size, "crc32": zlib.crc32(p.read_bytes())}
+             for p in folder.iterdir()}
+    (folder / "trainer.json").write_text(json.dumps({"version": 1, "files": files}))
     return folder
 
 
@@ -391,7 +411,14 @@ class Eval(Case):
         self.fails(2, [other, "300", "258"], "eval", "--model", model, "--data", shards,
                    "--tokenizer", other)
         wide = write_model(self.folder / "wide", vocab=310)
-        self.fails(2, [wide, "--tokenizer"], "generate", "--model", wide, "--prompt", "x")
+        self.fails(2, [other, wide, self.json("info", other)[0]["fingerprint"],
+                       fingerprint("byte tokenizer, version 1")],
+                   "generate", "--model", wide, "--prompt", "x", "--tokenizer", other)
+        # Byte-sized, but nothing says that it reads bytes.
+        unnamed = write_model(self.folder / "unnamed", tokenizer_fingerprint="")
+        run = ["generate", "--model", unnamed, "--prompt", "x", "--max-tokens", "3"]
+        self.fails(2, [unnamed, "--tokenizer"], *run)
+        self.ok(*run, "--tokenizer", "byte")
         shutil.copy(other, model / "tokenizer.model")
         self.fails(2, ["tokenizer.model", "300"], "generate", "--model", model, "--prompt", "x")
         padded = self.folder / "padded"  # as many tokens as the model has, yet not the shards' own
@@ -431,6 +458,31 @@ class Eval(Case):
         config.unlink()
         self.fails(2, [model], *run)
         self.fails(1, ["nowhere"], "eval", "--model", self.folder / "nowhere", "--text", "x")
+
+    def test_a_checkpoint_without_the_optimizer(self):
+        model = write_checkpoint(self.folder / "model")
+        run = ["generate", "--model", model, "--prompt", "x", "--max-tokens", "3"]
+        self.ok(*run)
+        (model / "optimizer.safetensors").unlink()
+        self.ok(*run)
+        for name in ("model.safetensors", "config.json"):
+            whole = (model / name).read_bytes()
+            # Still a valid file: a bit of a weight, another end.
+            changed = whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:] if "model" in name else (
+                whole + b"\n")
+            (model / name).write_bytes(changed)
+            self.fails(1, [model / name, "damaged"], *run)
+            (model / name).write_bytes(whole)
+        (model / "trainer.json").write_text("{")
+        self.fails(1, [model / "trainer.json"], *run)
+
+    def test_a_model_whose_writer_was_killed_between_two_renames(self):
+        model = write_model(self.folder / "model")
+        model.rename(self.folder / "model.old-1234")
+        self.ok("generate", "--model", model, "--prompt", "x", "--max-tokens", "3")
+        self.assertEqual(self.listing(), ["model", "model/config.json", "model/model.safetensors"])
+        model.rename(self.folder / "model.old-1234")
+        self.assertEqual(self.json("info", model)[0]["family"], "efla")
 
     def test_weights_that_are_not_finite(self):
         model = write_model(self.folder / "model", nan=True)
@@ -527,7 +579,8 @@ class Generate(Case):
 
 class Info(Case):
     def test_a_model(self):
-        facts, = self.json("info", write_model(self.folder / "model", fuse_norm=True))
+        facts, = self.json("info", write_model(self.folder / "model", fuse_norm=True,
+                                               dtype="float32", norm_first=False))
         total = sum(math.prod(shape) for shape in model_shapes().values())
         self.assertEqual(facts["parameters"], total)
         self.assertEqual(facts["parameters, embedding"], VOCAB * HIDDEN)
@@ -535,7 +588,8 @@ class Info(Case):
         self.assertEqual(facts["parameters, other"], total - 2 * VOCAB * HIDDEN)
         # Two heads of 16 x 16, and three convolutions of 32 channels and 4 taps, in float32.
         self.assertEqual(facts["state bytes per sequence"], 4 * (2 * 16 * 16 + 3 * 32 * 4))
-        self.assertEqual(facts["unknown config keys"], ["fuse_norm"])
+        self.assertEqual(facts["unknown config keys"], ["norm_first"])
+        self.assertEqual(facts["tokenizer fingerprint"], self.json("info", "byte")[0]["fingerprint"])
         self.assertEqual((facts["family"], facts["rule"], facts["dtype"]),
                          ("efla", "exact", "float32"))
 
@@ -558,6 +612,12 @@ class Info(Case):
         self.fails(2, [self.folder], "info", self.folder)
         self.fails(2, ["x.txt"], "info", self.path("x.txt", "text"))
         self.fails(1, ["x.tok"], "info", self.path("x.tok", "text"))
+        long = self.folder / ("x" * 300)
+        for command in (["info", long], ["eval", "--text", long], ["eval", "--data", long]):
+            model = ["--model", self.folder / "model"] if command[0] == "eval" else []
+            if model and not model[1].exists():
+                write_model(model[1])
+            self.fails(1, [long], *command, *model)
 
 
 if __name__ == "__main__":
