@@ -69,7 +69,7 @@ std::string find_model(const std::string& path) {
     throw Error(
         fmt::format("{} does not exist; give the folder of a model, a checkpoint or a run", path));
   }
-  const std::string folder = resolve_model_folder(path);
+  std::string folder = resolve_model_folder(path);
   if (fs::exists(fs::path(folder) / "trainer.json")) {
     verify_checkpoint_model(folder);
   } else {
