@@ -148,7 +148,7 @@ fs::path real_target(fs::path target) {
   if (!target.has_filename()) target = target.parent_path();
   std::error_code code;
   if (!fs::is_symlink(target, code)) return target;
-  const fs::path real = fs::canonical(target, code);
+  fs::path real = fs::canonical(target, code);
   if (code) {
     throw Error("cannot follow the link " + target.string() + ": " + code.message() +
                 "; mend or remove it");

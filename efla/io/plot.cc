@@ -12,8 +12,6 @@
 #include "efla/io/atomic_file.h"
 #include "efla/io/log.h"
 
-extern char** environ;
-
 namespace efla {
 namespace {
 
