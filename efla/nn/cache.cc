@@ -6,21 +6,29 @@ namespace efla {
 
 namespace {
 
-at::Tensor clone_if_defined(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.clone() : tensor;
-}
-
-at::Tensor select_if_defined(const at::Tensor& tensor, const at::Tensor& rows) {
-  return tensor.defined() ? tensor.index_select(0, rows) : tensor;
+template <typename Result, typename Layer>
+Result tensors_of(Layer& l) {
+  return {&l.recurrent_state, &l.conv_q, &l.conv_k, &l.conv_v,
+          &l.conv_xbc,        &l.keys,   &l.values, &l.lengths};
 }
 
 }  // namespace
 
-Cache::Layer::Layer(const Layer& other)
-    : recurrent_state(clone_if_defined(other.recurrent_state)),
-      conv_q(clone_if_defined(other.conv_q)),
-      conv_k(clone_if_defined(other.conv_k)),
-      conv_v(clone_if_defined(other.conv_v)) {}
+std::array<at::Tensor*, 8> Cache::Layer::tensors() {
+  return tensors_of<std::array<at::Tensor*, 8>>(*this);
+}
+
+std::array<const at::Tensor*, 8> Cache::Layer::tensors() const {
+  return tensors_of<std::array<const at::Tensor*, 8>>(*this);
+}
+
+Cache::Layer::Layer(const Layer& other) {
+  const auto from = other.tensors();
+  const auto to = tensors();
+  for (size_t i = 0; i < to.size(); ++i) {
+    if (from[i]->defined()) *to[i] = from[i]->clone();
+  }
+}
 
 Cache::Layer& Cache::Layer::operator=(const Layer& other) {
   if (this != &other) *this = Layer(other);
@@ -28,8 +36,11 @@ Cache::Layer& Cache::Layer::operator=(const Layer& other) {
 }
 
 int64_t Cache::batch_size() const {
-  if (layers.empty() || !layers.front().recurrent_state.defined()) return 0;
-  return layers.front().recurrent_state.size(0);
+  if (layers.empty()) return 0;
+  for (const at::Tensor* tensor : layers.front().tensors()) {
+    if (tensor->defined()) return tensor->size(0);
+  }
+  return 0;
 }
 
 Cache Cache::select(const at::Tensor& rows) const {
@@ -37,11 +48,11 @@ Cache Cache::select(const at::Tensor& rows) const {
   selected.tokens_seen = tokens_seen;
   selected.layers.reserve(layers.size());
   for (const Layer& layer : layers) {
-    Layer& out = selected.layers.emplace_back();
-    out.recurrent_state = select_if_defined(layer.recurrent_state, rows);
-    out.conv_q = select_if_defined(layer.conv_q, rows);
-    out.conv_k = select_if_defined(layer.conv_k, rows);
-    out.conv_v = select_if_defined(layer.conv_v, rows);
+    const auto from = layer.tensors();
+    const auto to = selected.layers.emplace_back().tensors();
+    for (size_t i = 0; i < to.size(); ++i) {
+      if (from[i]->defined()) *to[i] = from[i]->index_select(0, rows.to(from[i]->device()));
+    }
   }
   return selected;
 }

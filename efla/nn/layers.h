@@ -9,14 +9,18 @@
 
 namespace efla {
 
-/// y = x W^T without bias; weight [out, in].
+/// `options` with at least float32: for the few numbers that need it whatever the model's dtype
+/// (A_log, dt_bias).
+at::TensorOptions at_least_float(const at::TensorOptions& options);
+
+/// y = x W^T [+ b]; weight [out, in], bias [out].
 class LinearImpl : public torch::nn::Module {
  public:
-  LinearImpl(int64_t in, int64_t out, const at::TensorOptions& options);
+  LinearImpl(int64_t in, int64_t out, const at::TensorOptions& options, bool with_bias = false);
   at::Tensor forward(const at::Tensor& x) const;
   void initialize(double range);
 
-  at::Tensor weight;
+  at::Tensor weight, bias;  // bias: undefined without one
 };
 TORCH_MODULE(Linear);
 
@@ -31,7 +35,8 @@ class EmbeddingImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Embedding);
 
-/// x * rsqrt(mean(x^2) + eps) * weight [* silu(gate)] over the last dimension; weight [dim].
+/// x * rsqrt(mean(x^2) + eps) * weight [* silu(gate)] over the last dimension; weight [dim]. The
+/// result has the weight's dtype, whatever that of x.
 class RmsNormImpl : public torch::nn::Module {
  public:
   RmsNormImpl(int64_t dim, double eps, const at::TensorOptions& options);
@@ -45,10 +50,12 @@ class RmsNormImpl : public torch::nn::Module {
 };
 TORCH_MODULE(RmsNorm);
 
-/// Causal depthwise convolution, optional SiLU; weight [channels, 1, width] as fla stores it.
+/// Causal depthwise convolution, optional SiLU; weight [channels, 1, width] as fla stores it, bias
+/// [channels].
 class ShortConvImpl : public torch::nn::Module {
  public:
-  ShortConvImpl(int64_t channels, int64_t width, bool silu, const at::TensorOptions& options);
+  ShortConvImpl(int64_t channels, int64_t width, bool silu, const at::TensorOptions& options,
+                bool with_bias = false);
 
   /// x [B, T, channels]. `tail` (may be null): the last `width` inputs of each sequence,
   /// [B, channels, width]; read if defined, then replaced by those after x.
@@ -56,7 +63,7 @@ class ShortConvImpl : public torch::nn::Module {
                      at::Tensor* tail) const;
   void initialize(double range);
 
-  at::Tensor weight;
+  at::Tensor weight, bias;  // bias: undefined without one
 
  private:
   bool silu_;
