@@ -62,7 +62,7 @@ std::string unknown_subcommand(const CLI::App& app, const std::vector<std::strin
     const std::vector<std::string> names = subcommand_names(*current);
     if (names.empty()) return "";
     const std::string& word = arguments[i];
-    if (word.rfind("-", 0) == 0) {
+    if (word.starts_with('-')) {
       const CLI::Option* option = current->get_option_no_throw(word);
       if (option != nullptr && option->get_items_expected_max() > 0) ++i;
       continue;

@@ -29,6 +29,8 @@ class AtomicFileWriter {
   void write_at(size_t offset, const void* data, size_t bytes);
   /// Bytes appended so far.
   size_t size() const { return size_; }
+  /// The temporary file, for a program that writes the content in our place.
+  const std::filesystem::path& temporary() const { return temporary_; }
   /// fsync, rename over the target, fsync the folder.
   void commit();
 

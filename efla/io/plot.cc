@@ -38,8 +38,7 @@ std::string script_for(const std::string& picture, const Plot& plot) {
                             i == 0 ? "" : ", ", i, quoted(plot.curves[i].title));
   }
   script += "set terminal png noenhanced size 1000,600\n";
-  script +=
-      fmt::format("if (!exists(\"picture\")) picture = {}\nset output picture\n", quoted(picture));
+  script += fmt::format("if (!exists(\"to_stdout\")) set output {}\n", quoted(picture));
   script += fmt::format("set title {}\nset xlabel {}\nset ylabel {}\n", quoted(plot.title),
                         quoted(plot.x_label), quoted(plot.y_label));
   script += "set grid\nset key top right\n";
@@ -48,15 +47,16 @@ std::string script_for(const std::string& picture, const Plot& plot) {
   return script + "plot " + commands + "\n";
 }
 
-// Runs gnuplot on the script without a shell, silently, for a picture of another name than the
-// script's own; false when gnuplot is missing or fails.
+// Runs gnuplot on the script without a shell, silently, its picture written over the existing file
+// `picture`; false when gnuplot is missing or fails. gnuplot gets no name, so that one that
+// outlives us makes no new file.
 bool run_gnuplot(const std::string& script, const std::string& picture) {
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
+  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, picture.c_str(), O_WRONLY, 0);
   posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
   std::string program = "gnuplot", option = "-e", argument = script;
-  std::string command = "picture = " + quoted(picture);
+  std::string command = "to_stdout = 1";
   char* arguments[] = {program.data(), option.data(), command.data(), argument.data(), nullptr};
   pid_t child = 0;
   const int error = ::posix_spawnp(&child, "gnuplot", &actions, nullptr, arguments, environ);
@@ -81,14 +81,11 @@ bool draw_plot(const std::filesystem::path& png, const Plot& plot) {
   if (!any) return false;
   write_file_atomically(script, script_for(std::filesystem::absolute(png).string(), plot));
   // Under another name first: a failing gnuplot leaves an empty or half-drawn file.
-  const std::filesystem::path drawn =
-      png.parent_path() / fmt::format(".{}.tmp-{}", png.filename().string(), ::getpid());
-  std::error_code code;
-  if (run_gnuplot(script.string(), drawn.string())) {
-    std::filesystem::rename(drawn, png, code);
-    if (!code) return true;
+  AtomicFileWriter drawn(png);
+  if (run_gnuplot(script.string(), drawn.temporary().string())) {
+    drawn.commit();
+    return true;
   }
-  std::filesystem::remove(drawn, code);
   static std::atomic<bool> warned{false};
   if (!warned.exchange(true)) {
     log_warning(fmt::format(

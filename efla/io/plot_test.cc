@@ -38,6 +38,13 @@ TEST(Plot, TheScriptDrawsAgainByHand) {
   EXPECT_EQ(slurp(folder / "loss.png").substr(1, 3), "PNG");
 }
 
+TEST(Plot, RemovesWhatAKilledProcessLeft) {
+  const TempFolder folder;
+  testing::spit(folder / ".loss.png.tmp-1-0", "half a picture");
+  ASSERT_TRUE(draw_plot(folder / "loss.png", sample()));
+  EXPECT_EQ(testing::names_in(folder.path()), (std::vector<std::string>{"loss.gp", "loss.png"}));
+}
+
 TEST(Plot, NothingToDraw) {
   const TempFolder folder;
   EXPECT_FALSE(

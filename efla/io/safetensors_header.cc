@@ -13,6 +13,7 @@ namespace efla {
 namespace {
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr size_t kMaxDimensions = 64;  // of a tensor of torch
 
 // Receives the header's JSON event by event, so that duplicate keys are seen and nothing but what
 // the format allows is ever stored:
@@ -40,6 +41,9 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
       return fail("holds a number above 2^63");
     }
     auto& list = state_ == State::kShape ? shape_ : offsets_;
+    if (list->size() == kMaxDimensions) {
+      return tensor_fail("has a list of more than " + std::to_string(kMaxDimensions) + " numbers");
+    }
     list->push_back(static_cast<int64_t>(value));
     return true;
   }
@@ -141,12 +145,17 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
                          std::to_string(end) + ", the file has " + std::to_string(data_size_) +
                          " bytes of data)");
     }
+    // A size of 0 must not hide an overflow among the others: strides are products too.
     uint64_t bytes = width;
+    bool empty = false;
     for (const int64_t size : *shape_) {
-      if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes)) {
+      empty = empty || size == 0;
+      if (size > 0 && (__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes) ||
+                       bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()))) {
         return tensor_fail("has a shape whose size overflows");
       }
     }
+    if (empty) bytes = 0;
     if (bytes != end - begin) {
       return tensor_fail("has " + std::to_string(end - begin) +
                          " bytes of data but its shape and " + *dtype_ + " need " +
@@ -169,6 +178,7 @@ class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
 std::string find_overlap_or_hole(const SafetensorsHeader& header, size_t data_begin,
                                  size_t file_size) {
   std::vector<std::pair<const SafetensorsEntry*, const std::string*>> order;
+  order.reserve(header.tensors.size());
   for (const auto& [name, entry] : header.tensors) order.emplace_back(&entry, &name);
   std::sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
     return std::pair(a.first->begin, a.first->end) < std::pair(b.first->begin, b.first->end);

@@ -22,7 +22,7 @@ constexpr std::string_view kReserved[] = {"\xE2\x96\x81", "\xE2\x96\x85"};
 // Hands the trainer the lines of all inputs, one file in memory at a time. Long lines are cut at
 // spaces (the trainer would skip them) and reserved characters left out; neither matters to the
 // statistics of pieces.
-class LineIterator : public sentencepiece::SentenceIterator {
+class LineIterator final : public sentencepiece::SentenceIterator {
  public:
   explicit LineIterator(const std::vector<std::string>& inputs) : inputs_(inputs) { Next(); }
 

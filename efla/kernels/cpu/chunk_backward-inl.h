@@ -72,7 +72,7 @@ class ChunkBackward {
   /// entry, dS0 on return. Adds to `out`, except for out.write, which is the caller's.
   void run(const Chunk<S>& chunk, const A* u, const A* state_transposed, A* grad_state,
            const KeyGradients<A>& out) {
-    solve(chunk, u, grad_state);
+    solve(chunk, grad_state);
     multiply_states(chunk, u, state_transposed, grad_state);
     A grad_gates[kChunk] = {};  // dL/dG
     triangles(chunk, u, out, grad_gates);
@@ -88,7 +88,7 @@ class ChunkBackward {
 
  private:
   // dR from dO and dS_C.
-  void solve(const Chunk<S>& chunk, const A* u, const A* grad_state) {
+  void solve(const Chunk<S>& chunk, const A* grad_state) {
     const D d;
     const int64_t n = chunk.size();
     A* grad_r = grad_rows_ + n * stride_;

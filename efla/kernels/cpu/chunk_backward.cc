@@ -319,6 +319,7 @@ void finish_task(const BackwardParams& params, const BackwardPlan& plan, int64_t
     using A = Arithmetic<decltype(tag)>;
     const Span span = sequence_span(params.problem, n);
     std::vector<PartSums<A>> parts;
+    parts.reserve(plan.parts);
     for (int64_t i = 0; i < plan.parts; ++i)
       parts.push_back({static_cast<A*>(sums[i]), span.size(), padded(params.problem.shape.key_dim),
                        plan.group});

@@ -22,7 +22,7 @@ struct ArithmeticOf<double> {
   using type = double;
 };
 template <typename S>
-using Arithmetic = typename ArithmeticOf<S>::type;
+using Arithmetic = ArithmeticOf<S>::type;
 
 inline float to_arithmetic(float x) { return x; }
 inline double to_arithmetic(double x) { return x; }
