@@ -158,6 +158,7 @@ std::vector<std::string> CheckpointStore::list() const {
   }
   std::sort(found.rbegin(), found.rend());
   std::vector<std::string> folders;
+  folders.reserve(found.size());
   for (auto& [step, path] : found) folders.push_back(std::move(path));
   return folders;
 }
