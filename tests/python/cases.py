@@ -1,10 +1,19 @@
-"""Random inputs of the operators' tests."""
+"""Random inputs of the operators' tests, and the table of problems that every device is tested on."""
 
 import torch
 
 RULES = ("linear", "euler", "rk2", "rk4", "exact", "exact_log")
 GATED_RULES = ("linear", "euler", "exact", "exact_log")
 RULES_AND_DECAY = [(r, False) for r in RULES] + [(r, True) for r in GATED_RULES]
+
+# Layouts and head sizes that test_cuda_accuracy.py crosses with every rule and dtype. An empty sequence
+# first, in the middle and last, and rows past all sequences; three value heads to a key head.
+LAYOUTS = {
+    "dense": dict(batch=2, tokens=150, heads=2),
+    "packed": dict(batch=1, tokens=300, heads=2, cu_seqlens=[0, 0, 70, 70, 199, 290, 290]),
+    "grouped": dict(batch=1, tokens=130, heads=2, value_heads=6, qk_l2norm=True),
+}
+HEAD_SIZES = [(32, 32), (64, 64), (96, 96), (128, 128), (256, 256)]
 
 # Error allowed in outputs and gradients: a few units of the storage type.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
@@ -55,3 +64,21 @@ def differentiable(tensors):
         name: None if t is None else t.detach().clone().requires_grad_(True)
         for name, t in tensors.items()
     }
+
+
+def strided(t, how):
+    """The same values under other strides."""
+    if t is None:
+        return None
+    if how == "transposed tokens":
+        return t.transpose(0, 1).contiguous().transpose(0, 1)
+    if how == "transposed heads" and t.dim() >= 3:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "last dimension not contiguous":
+        return torch.stack([t, torch.full_like(t, float("nan"))], -1)[..., 0]
+    if how == "slice of a wider tensor":
+        return torch.cat([torch.full_like(t, float("nan")), t], -1)[..., t.shape[-1] :]
+    if how == "odd first address":
+        flat = torch.cat([t.new_full((1,), float("nan")), t.reshape(-1)])
+        return flat[1:].view(t.shape)
+    return t

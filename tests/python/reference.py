@@ -90,7 +90,7 @@ def delta_rule(
     return o, torch.stack(finals)
 
 
-def short_conv(x, weight, silu, initial_state=None, cu_seqlens=None):
+def short_conv(x, weight, silu, initial_state=None, cu_seqlens=None, bias=None):
     """(y, final state) in float64."""
     x, weight = x.double(), weight.double()
     batch, tokens, channels = x.shape
@@ -111,6 +111,8 @@ def short_conv(x, weight, silu, initial_state=None, cu_seqlens=None):
         for t in range(start, end):
             window = line[t - start + 1 : t - start + 1 + width]
             total = (window * weight.T).sum(0)
+            if bias is not None:
+                total = total + bias.double()
             y = y.index_put(
                 (torch.tensor(b), torch.tensor(t)),
                 torch.nn.functional.silu(total) if silu else total,

@@ -86,17 +86,18 @@ def test_opcheck_of_the_layer_operators():
     packed = leaf(1, 9, 6)
     options = dict(initial_state=state, cu_seqlens=torch.tensor([0, 3, 9], dtype=torch.int32))
     opcheck(E.short_conv.default, (packed, weight), options)
+    opcheck(E.short_conv.default, (packed, weight), dict(options, bias=leaf(6)))
     norm, gate = leaf(6), leaf(2, 9, 6)
     opcheck(E.rms_norm.default, (x, None, 1e-6))
     opcheck(E.rms_norm.default, (x, norm, 1e-6, gate))
     opcheck(E.swiglu.default, (x, gate))
     x, weight, state, norm, gate = (t.detach() for t in (x, weight, state, norm, gate))
-    opcheck(E._short_conv_forward.default, (x, weight, True, state, True, None))
+    opcheck(E._short_conv_forward.default, (x, weight, True, state, True, None, norm))
     for wanted in ([True] * 3, [True, False, False], [False, True, False], [False, False, True]):
-        args = (x, state, x, weight, True, state, None, wanted)
+        args = (x, state, x, weight, True, state, None, norm, wanted + [wanted[1]])
         opcheck(E._short_conv_backward.default, args)
         opcheck(E._rms_norm_backward.default, (x, x, norm, 1e-6, gate, wanted))
-    args = (x, None, x, weight, False, None, None, [True, True, False])
+    args = (x, None, x, weight, False, None, None, None, [True, True, False, True])
     opcheck(E._short_conv_backward.default, args)
     opcheck(E._rms_norm_forward.default, (x, norm, 1e-6, gate))
     opcheck(E._rms_norm_backward.default, (x, x, None, 1e-6, None, [True, False, False]))
@@ -143,12 +144,13 @@ def test_gradcheck_of_the_layer_operators():
     x, weight, state = leaf(1, 7, 3, dtype=d), leaf(3, 4, dtype=d), leaf(2, 3, 4, dtype=d)
     offsets = torch.tensor([0, 2, 6])
 
-    def conv(x, weight, state):
+    def conv(x, weight, state, bias=None):
         return E.short_conv(
-            x, weight, initial_state=state, output_final_state=True, cu_seqlens=offsets
+            x, weight, initial_state=state, output_final_state=True, cu_seqlens=offsets, bias=bias
         )
 
     assert torch.autograd.gradcheck(conv, (x, weight, state))
+    assert torch.autograd.gradcheck(conv, (x, weight, state, leaf(3, dtype=d)))
     norm, gate = leaf(3, dtype=d), leaf(1, 7, 3, dtype=d)
     def normed(x, norm, gate):
         return efla.rms_norm(x, norm, 1e-3, gate)

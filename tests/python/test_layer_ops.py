@@ -32,34 +32,41 @@ def check_gradients(ours, theirs, tolerance):
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
-def test_short_conv(dtype, use_silu, width, packed, with_state):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_short_conv(dtype, use_silu, width, packed, with_state, with_bias):
     batch, tokens, channels = (1, 21, 10) if packed else (2, 11, 10)
     offsets = torch.tensor([1, 1, 3, 12, 20], dtype=torch.int32) if packed else None
     sequences = 4 if packed else batch
     x = leaf(batch, tokens, channels, dtype=dtype)
     weight = leaf(channels, width, dtype=dtype, seed=1)
     state = leaf(sequences, channels, width, dtype=dtype, seed=2) if with_state else None
-    x_ref, weight_ref, state_ref = twin(x), twin(weight), twin(state)
+    bias = leaf(channels, dtype=dtype, seed=3) if with_bias else None
+    x_ref, weight_ref, state_ref, bias_ref = twin(x), twin(weight), twin(state), twin(bias)
     y, final = efla.short_conv(
-        x, weight, silu=use_silu, initial_state=state, output_final_state=True, cu_seqlens=offsets
+        x, weight, silu=use_silu, initial_state=state, output_final_state=True, cu_seqlens=offsets,
+        bias=bias,
     )
-    y_ref, final_ref = reference.short_conv(x_ref, weight_ref, use_silu, state_ref, offsets)
+    y_ref, final_ref = reference.short_conv(
+        x_ref, weight_ref, use_silu, state_ref, offsets, bias_ref
+    )
     tolerance = TOLERANCE[dtype]
     assert y.dtype == dtype and reference.relative_error(y, y_ref) < tolerance
     assert torch.equal(final.double(), final_ref)
     grad_y, grad_final = torch.randn_like(y), torch.randn_like(final)
     torch.autograd.backward([y, final], [grad_y, grad_final])
     torch.autograd.backward([y_ref, final_ref], [grad_y.double(), grad_final.double()])
-    check_gradients([x, weight, state], [x_ref, weight_ref, state_ref], tolerance)
+    theirs = [x_ref, weight_ref, state_ref, bias_ref]
+    check_gradients([x, weight, state, bias], theirs, tolerance)
 
 
 def test_short_conv_equals_conv1d():
     x, weight = leaf(2, 30, 5, dtype=torch.float64), leaf(5, 4, dtype=torch.float64, seed=1)
-    y, final = efla.short_conv(x, weight, silu=False)
     padded = torch.nn.functional.pad(x.transpose(1, 2), (3, 0))
-    expected = torch.nn.functional.conv1d(padded, weight[:, None], groups=5).transpose(1, 2)
-    torch.testing.assert_close(y, expected)
-    assert final is None
+    for bias in (None, leaf(5, dtype=torch.float64, seed=2)):
+        y, final = efla.short_conv(x, weight, silu=False, bias=bias)
+        expected = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=5)
+        torch.testing.assert_close(y, expected.transpose(1, 2))
+        assert final is None
 
 
 def test_short_conv_split_equals_whole():
@@ -195,6 +202,10 @@ def test_a_float32_weight_gets_its_gradient_unrounded():
             lambda x, weight, state: efla.short_conv(x, weight, initial_state=state)[0],
             [(2, 9, 6), (6, 4), (2, 6, 4)],
         ),
+        (
+            lambda x, w, state, bias: efla.short_conv(x, w, initial_state=state, bias=bias)[0],
+            [(2, 9, 6), (6, 4), (2, 6, 4), (6,)],
+        ),
         (lambda x, weight, gate: efla.rms_norm(x, weight, 1e-6, gate), [(5, 6), (6,), (5, 6)]),
         (lambda x, gate: efla.rms_norm(x, None, 1e-6, gate), [(5, 6), (5, 6)]),
         (efla.swiglu, [(5, 6), (5, 6)]),
@@ -214,10 +225,11 @@ def test_unwanted_gradients_are_not_computed():
     state, ops = torch.randn(2, 6, 4), torch.ops.efla
     for wanted in ([False] * 3, [True, False, True], [False, True, False]):
         for gradients in (
-            ops._short_conv_backward(x, None, x, conv, True, state, None, wanted),
+            ops._short_conv_backward(x, None, x, conv, True, state, None, norm, wanted + [wanted[0]]),
             ops._rms_norm_backward(x, x, norm, 1e-6, x, wanted),
         ):
-            assert [g.numel() > 0 for g in gradients] == wanted
+            assert [g.numel() > 0 for g in gradients[:3]] == wanted
+            assert all((g.numel() > 0) == wanted[0] for g in gradients[3:])
     assert [g.numel() for g in ops._swiglu_backward(x, x, x, [True, False])] == [108, 0]
 
 
@@ -247,6 +259,14 @@ X = torch.zeros
         (lambda: efla.short_conv(X(1, 2, 3), X(3, 0)), r"W >= 1"),
         (lambda: efla.short_conv(X(1, 2, 3), X(3, 4).double()), "weight must be float32"),
         (lambda: efla.short_conv(X(1, 2, 3).int(), X(3, 4)), "x must be float32"),
+        (
+            lambda: efla.short_conv(X(1, 2, 3), X(3, 4), bias=X(4)),
+            r"bias must have shape \[D\] = \[3\]",
+        ),
+        (
+            lambda: efla.short_conv(X(1, 2, 3), X(3, 4), bias=X(3).double()),
+            "bias must be float32 or have the dtype of x",
+        ),
         (
             lambda: efla.short_conv(X(1, 2, 3), X(3, 4), initial_state=X(1, 3, 3)),
             r"initial_state must have shape \[N, D, W\] = \[1, 3, 4\]",
