@@ -48,9 +48,8 @@ void Decoding::read(std::span<const int32_t> tokens) {
 int64_t Decoding::state_bytes() const {
   int64_t bytes = 0;
   for (const Cache::Layer& layer : cache_.layers) {
-    for (const at::Tensor& part :
-         {layer.recurrent_state, layer.conv_q, layer.conv_k, layer.conv_v}) {
-      if (part.defined()) bytes += static_cast<int64_t>(part.nbytes());
+    for (const at::Tensor* part : layer.tensors()) {
+      if (part->defined()) bytes += static_cast<int64_t>(part->nbytes());
     }
   }
   return bytes;

@@ -1,138 +1,153 @@
 #include "efla/nn/config.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
 #include "efla/io/error.h"
+#include "efla/nn/config_family.h"
 
 namespace efla {
 
 namespace {
 
-// The largest head size of the kernels.
-constexpr int64_t kMaxHeadSize = 512;
-constexpr int64_t kMaxConvSize = 64;
 // Beyond every model that fits a machine of this field: a typing error, better said than allocated.
 constexpr int64_t kMaxParameters = 1'000'000'000'000;
-// int(x) of a product like 1024 * 0.75 must not fall short by a rounding error.
+// int(x) of a product must not fall short by a rounding error.
 constexpr double kRoundingSlack = 1e-9;
+
+bool is_known(const std::string& model_type) {
+  const auto& all = model_types();
+  return std::find(all.begin(), all.end(), model_type) != all.end();
+}
+
+void require_known(const std::string& model_type, const Validator& check) {
+  check.require(is_known(model_type), "model_type",
+                fmt::format("one of {}", fmt::join(model_types(), ", ")),
+                fmt::format("\"{}\"", model_type));
+}
+
+void validate_common(const ModelConfig& c, const Validator& check) {
+  check.range("vocab_size", c.vocab_size, 1, 16'777'216);
+  check.range("hidden_size", c.hidden_size, 1, 131'072);
+  check.range("num_hidden_layers", c.num_hidden_layers, 1, 1024);
+  check.positive("hidden_ratio", c.hidden_ratio, 64);
+  if (c.intermediate_size) check.range("intermediate_size", *c.intermediate_size, 1, 4'194'304);
+  check.positive("norm_eps", c.norm_eps, 1);
+  check.positive("initializer_range", c.initializer_range, 10);
+  check.require(c.conv_initializer_range >= 0 && c.conv_initializer_range <= 10,
+                "conv_initializer_range", "a number from 0 (as initializer_range) to 10",
+                fmt::format("{}", c.conv_initializer_range));
+  check.range("max_position_embeddings", c.max_position_embeddings, 1, int64_t{1} << 40);
+  check.token("bos_token_id", c.bos_token_id, c.vocab_size);
+  check.token("eos_token_id", c.eos_token_id, c.vocab_size);
+  check.token("pad_token_id", c.pad_token_id, c.vocab_size);
+}
+
+// Parameters of the mixer of one layer.
+int64_t mixer_parameters(const ModelConfig& c, int64_t layer) {
+  switch (c.mixer_kind(layer)) {
+    case MixerKind::kMamba2:
+      return mamba2_family::mixer_parameters(c);
+    case MixerKind::kAttention:
+      return attention_family::mixer_parameters(c);
+    case MixerKind::kDelta:
+      break;
+  }
+  return delta_family::mixer_parameters(c);
+}
+
+}  // namespace
+
+void Validator::require(bool ok, std::string_view key, std::string_view expected,
+                        std::string_view found) const {
+  if (!ok) throw UsageError(fmt::format("{}: {} must be {}, not {}", where_, key, expected, found));
+}
+
+void Validator::range(std::string_view key, int64_t value, int64_t low, int64_t high) const {
+  require(value >= low && value <= high, key, fmt::format("an integer from {} to {}", low, high),
+          std::to_string(value));
+}
+
+void Validator::positive(std::string_view key, double value, double high) const {
+  require(value > 0 && value <= high, key, fmt::format("a number above 0 and at most {}", high),
+          fmt::format("{}", value));
+}
+
+void Validator::token(std::string_view key, const std::optional<int64_t>& id,
+                      int64_t vocab_size) const {
+  if (!id) return;
+  require(*id >= 0 && *id < vocab_size, key,
+          fmt::format("null or a token from 0 to {}", vocab_size - 1), std::to_string(*id));
+}
 
 int64_t scaled_size(int64_t size, double factor) {
   return static_cast<int64_t>(static_cast<double>(size) * factor + kRoundingSlack);
 }
 
-class Validator {
- public:
-  explicit Validator(const std::string& where) : where_(where) {}
-
-  void require(bool ok, std::string_view key, std::string_view expected,
-               std::string_view found) const {
-    if (!ok) {
-      throw UsageError(fmt::format("{}: {} must be {}, not {}", where_, key, expected, found));
-    }
-  }
-  void range(std::string_view key, int64_t value, int64_t low, int64_t high) const {
-    require(value >= low && value <= high, key, fmt::format("an integer from {} to {}", low, high),
-            std::to_string(value));
-  }
-  void positive(std::string_view key, double value, double high) const {
-    require(value > 0 && value <= high, key, fmt::format("a number above 0 and at most {}", high),
-            fmt::format("{}", value));
-  }
-  void token(std::string_view key, const std::optional<int64_t>& id, int64_t vocab_size) const {
-    if (!id) return;
-    require(*id >= 0 && *id < vocab_size, key,
-            fmt::format("null or a token from 0 to {}", vocab_size - 1), std::to_string(*id));
-  }
-
- private:
-  const std::string& where_;
-};
-
-void validate_sizes(const ModelConfig& c, const Validator& check) {
-  check.range("vocab_size", c.vocab_size, 1, 16'777'216);
-  check.range("hidden_size", c.hidden_size, 1, 131'072);
-  check.range("num_hidden_layers", c.num_hidden_layers, 1, 1024);
-  check.range("num_heads", c.num_heads, 1, 4096);
-  check.range("conv_size", c.conv_size, 1, kMaxConvSize);
-  check.positive("expand_k", c.expand_k, 16);
-  check.positive("expand_v", c.expand_v, 16);
-  check.positive("hidden_ratio", c.hidden_ratio, 64);
-  if (c.intermediate_size) check.range("intermediate_size", *c.intermediate_size, 1, 4'194'304);
-
-  const auto heads = [&](std::string_view key, int64_t size) {
-    check.require(size > 0 && size % c.num_heads == 0, "num_heads",
-                  fmt::format("a divisor of hidden_size * {} = {}", key, size),
-                  std::to_string(c.num_heads));
-    check.require(size / c.num_heads <= kMaxHeadSize, "num_heads",
-                  fmt::format("at least {}, so that a head is no wider than {}",
-                              (size + kMaxHeadSize - 1) / kMaxHeadSize, kMaxHeadSize),
-                  std::to_string(c.num_heads));
-  };
-  heads("expand_k", c.key_size());
-  heads("expand_v", c.value_size());
-
-  const int64_t total = c.parameter_count().total();
-  check.require(total <= kMaxParameters, "the number of parameters",
-                fmt::format("at most {}", kMaxParameters), std::to_string(total));
+const std::vector<std::string>& model_types() {
+  static const std::vector<std::string> kTypes = {"efla",       "delta_net", "gated_deltanet",
+                                                  "gated_efla", "mamba2",    "transformer"};
+  return kTypes;
 }
 
-void validate_rule(const ModelConfig& c, const Validator& check) {
-  check.require(c.model_type == "efla" || c.model_type == "delta_net", "model_type",
-                "\"efla\" or \"delta_net\"", fmt::format("\"{}\"", c.model_type));
-  check.require(c.rule != Rule::kExactLog, "rule", "linear, euler, rk2, rk4 or exact",
-                "exact_log (it needs a decay, which this layer does not have)");
-  if (c.model_type == "delta_net") {
-    const std::string hint = " (use model_type \"efla\" for anything else)";
-    check.require(c.rule == Rule::kEuler, "rule", "euler for model_type \"delta_net\"",
-                  to_string(c.rule) + hint);
-    check.require(c.beta_activation == BetaActivation::kSigmoid, "beta_activation",
-                  "sigmoid for model_type \"delta_net\"", to_string(c.beta_activation) + hint);
-    check.require(c.qk_norm == QkNorm::kL2, "qk_norm", "l2 for model_type \"delta_net\"",
-                  to_string(c.qk_norm) + hint);
-    check.require(!c.q_norm || *c.q_norm == c.qk_norm, "q_norm",
-                  "absent for model_type \"delta_net\"",
-                  c.q_norm ? to_string(*c.q_norm) + hint : hint);
-  }
-  check.require(!c.allow_neg_eigval ||
-                    (c.rule == Rule::kEuler && c.beta_activation == BetaActivation::kSigmoid),
-                "allow_neg_eigval", "false unless rule is euler and beta_activation is sigmoid",
-                "true (the exact flow has no negative eigenvalues)");
-  check.require(c.use_beta || c.beta_activation == BetaActivation::kSigmoid, "beta_activation",
-                "absent when use_beta is false", to_string(c.beta_activation));
-}
-
-}  // namespace
-
-ModelConfig ModelConfig::delta_net() {
+ModelConfig ModelConfig::of_type(const std::string& model_type, const std::string& where) {
+  require_known(model_type, Validator(where));
   ModelConfig config;
-  config.model_type = "delta_net";
-  config.rule = Rule::kEuler;
-  config.qk_norm = QkNorm::kL2;
+  config.model_type = model_type;
+  if (model_type == "delta_net" || model_type == "gated_deltanet") {
+    config.rule = Rule::kEuler;
+    config.qk_norm = QkNorm::kL2;
+  }
+  if (config.is_gated()) {
+    config.use_gate = true;
+    config.num_heads = 6;
+    config.expand_v = 2;
+    config.num_hidden_layers = 21;
+  }
+  if (model_type == "mamba2") {
+    config.num_hidden_layers = 48;
+    config.norm_eps = 1e-5;
+    config.pad_token_id = 0;
+  }
+  if (model_type == "transformer") config.attn = AttentionConfig();
   return config;
 }
 
 void ModelConfig::validate(const std::string& where) const {
   const Validator check(where);
-  validate_sizes(*this, check);
-  validate_rule(*this, check);
-  check.positive("norm_eps", norm_eps, 1);
-  check.positive("initializer_range", initializer_range, 10);
-  check.require(conv_initializer_range >= 0 && conv_initializer_range <= 10,
-                "conv_initializer_range", "a number from 0 (as initializer_range) to 10",
-                fmt::format("{}", conv_initializer_range));
-  check.range("max_position_embeddings", max_position_embeddings, 1, int64_t{1} << 40);
-  check.token("bos_token_id", bos_token_id, vocab_size);
-  check.token("eos_token_id", eos_token_id, vocab_size);
-  check.token("pad_token_id", pad_token_id, vocab_size);
+  require_known(model_type, check);
+  validate_common(*this, check);
+  const bool mamba2_model = model_type == "mamba2", transformer = model_type == "transformer";
+  if (mamba2_model) {
+    mamba2_family::validate(*this, check);
+    check.require(!attn, "attn", "null for model_type \"mamba2\"", "a table of softmax layers");
+  } else if (!transformer) {
+    delta_family::validate(*this, check);
+  }
+  check.require(attn || !transformer, "attn", "given for model_type \"transformer\"", "absent");
+  if (attn) attention_family::validate(*this, check);
+  const int64_t total = parameter_count().total();
+  check.require(total <= kMaxParameters, "the number of parameters",
+                fmt::format("at most {}", kMaxParameters), std::to_string(total));
 }
 
-int64_t ModelConfig::key_size() const { return scaled_size(hidden_size, expand_k); }
-int64_t ModelConfig::value_size() const { return scaled_size(hidden_size, expand_v); }
-int64_t ModelConfig::head_key_size() const { return key_size() / num_heads; }
-int64_t ModelConfig::head_value_size() const { return value_size() / num_heads; }
+MixerKind ModelConfig::mixer_kind(int64_t layer) const {
+  if (model_type == "mamba2") return MixerKind::kMamba2;
+  if (model_type == "transformer") return MixerKind::kAttention;
+  const bool softmax =
+      attn && std::find(attn->layers.begin(), attn->layers.end(), layer) != attn->layers.end();
+  return softmax ? MixerKind::kAttention : MixerKind::kDelta;
+}
+
+bool ModelConfig::is_gated() const {
+  return model_type == "gated_deltanet" || model_type == "gated_efla";
+}
+
+bool ModelConfig::has_mlp() const { return model_type != "mamba2"; }
 
 int64_t ModelConfig::mlp_size() const {
   if (intermediate_size) return *intermediate_size;
@@ -143,25 +158,34 @@ int64_t ModelConfig::mlp_size() const {
 }
 
 ParameterCount ModelConfig::parameter_count() const {
-  const int64_t d = hidden_size, key = key_size(), value = value_size();
-  int64_t mixer =
-      2 * d * key + 2 * d * value + head_value_size();  // q, k, v, o projections, o_norm
-  if (use_beta) mixer += d * num_heads;
-  if (beta_activation == BetaActivation::kAdaptive) mixer += num_heads;
-  if (use_short_conv) mixer += (2 * key + value) * conv_size;
-  if (use_gate) mixer += d * value;
-  const int64_t block = mixer + 3 * d * mlp_size() + 2 * d;
+  const int64_t d = hidden_size;
+  // A block's norms: before the mixer and, where there is one, before the MLP.
+  const int64_t rest = has_mlp() ? 3 * d * mlp_size() + 2 * d : d;
   ParameterCount count;
   count.embedding = vocab_size * d;
   count.output_head = tie_word_embeddings ? 0 : vocab_size * d;
-  count.other = num_hidden_layers * block + d;
+  count.other = d;
+  for (int64_t i = 0; i < num_hidden_layers; ++i) count.other += mixer_parameters(*this, i) + rest;
   return count;
 }
 
 int64_t ModelConfig::state_elements() const {
-  const int64_t recurrent = num_heads * head_key_size() * head_value_size();
-  const int64_t tails = use_short_conv ? (2 * key_size() + value_size()) * conv_size : 0;
-  return num_hidden_layers * (recurrent + tails);
+  int64_t total = 0;
+  for (int64_t i = 0; i < num_hidden_layers; ++i) {
+    const MixerKind kind = mixer_kind(i);
+    if (kind == MixerKind::kDelta) total += delta_family::state_elements(*this);
+    if (kind == MixerKind::kMamba2) total += mamba2_family::state_elements(*this);
+  }
+  return total;
+}
+
+int64_t ModelConfig::state_elements_per_token() const {
+  int64_t total = 0;
+  for (int64_t i = 0; i < num_hidden_layers; ++i) {
+    if (mixer_kind(i) != MixerKind::kAttention) continue;
+    total += attention_family::state_elements_per_token(*this);
+  }
+  return total;
 }
 
 std::string to_string(Rule rule) { return rule_name(rule); }
@@ -171,7 +195,10 @@ std::string to_string(BetaActivation activation) {
   return kNames.at(static_cast<size_t>(activation));
 }
 
-std::string to_string(QkNorm norm) { return norm == QkNorm::kL2 ? "l2" : "none"; }
+std::string to_string(QkNorm norm) {
+  constexpr std::array kNames = {"none", "l2", "sum"};
+  return kNames.at(static_cast<size_t>(norm));
+}
 
 std::string to_string(QkActivation activation) {
   constexpr std::array kNames = {"silu", "relu", "elu", "identity"};

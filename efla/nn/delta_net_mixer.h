@@ -1,6 +1,6 @@
-// DeltaNet and EFLA: projections, short convolutions, the delta rule with a step rule, per-head
-// norm. The two systems differ in the config alone: DeltaNet is rule euler on unit keys, EFLA rule
-// exact on raw keys (docs/mathematics.md, "The layer").
+// DeltaNet, EFLA and their gated forms: projections, short convolutions, the delta rule with a step
+// rule and perhaps a decay, per-head norm. The systems differ in the config alone: DeltaNet is rule
+// euler on unit keys, EFLA rule exact on raw keys (docs/mathematics.md, "The layer").
 #pragma once
 
 #include "efla/nn/layers.h"
@@ -16,29 +16,36 @@ class DeltaNetMixer : public Mixer {
   void initialize(double range) override;
 
  private:
-  // One of q, k, v: projection, convolution, activation, [B, T, H, size / H].
+  void register_projections(const ModelConfig& config, const at::TensorOptions& options);
+  void register_convolutions(const ModelConfig& config, const at::TensorOptions& options);
+  // One of q, k, v: projection, convolution, activation, [B, T, heads, size / heads].
   at::Tensor stream(const at::Tensor& x, const Linear& projection, const ShortConv& conv,
-                    QkActivation activation, const std::optional<at::Tensor>& cu_seqlens,
-                    at::Tensor* tail) const;
-  at::Tensor beta(const at::Tensor& x) const;  // [B, T, H]
+                    QkActivation activation, int64_t heads,
+                    const std::optional<at::Tensor>& cu_seqlens, at::Tensor* tail) const;
+  at::Tensor beta(const at::Tensor& x) const;                      // [B, T, HV]
+  std::optional<at::Tensor> log_decay(const at::Tensor& x) const;  // [B, T, HV]; none if ungated
   at::Tensor recurrence(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                        const at::Tensor& beta, const std::optional<at::Tensor>& cu_seqlens,
-                        at::Tensor* state) const;
+                        const at::Tensor& beta, const std::optional<at::Tensor>& log_decay,
+                        const std::optional<at::Tensor>& cu_seqlens, at::Tensor* state) const;
+  at::Tensor output(const at::Tensor& o, const at::Tensor& x) const;
 
-  const int64_t num_heads_;
+  const int64_t num_heads_, value_heads_;  // H, HV
   const std::string rule_;
   const BetaActivation beta_activation_;
   const bool allow_neg_eigval_;
   const QkActivation qk_activation_;
   const QkNorm k_norm_, q_norm_;
-  const double conv_range_;  // of the convolutions' initial weights; 0: as the rest
+  const bool norm_in_operator_;  // l2 of both: the operator does it
+  const double conv_range_;      // of the convolutions' initial weights; 0: as the rest
 
   Linear q_proj_ = nullptr, k_proj_ = nullptr, v_proj_ = nullptr, o_proj_ = nullptr;
+  Linear a_proj_ = nullptr;                                           // absent: no decay
   Linear b_proj_ = nullptr;                                           // absent: beta = 1
   Linear g_proj_ = nullptr;                                           // absent: no output gate
   ShortConv q_conv_ = nullptr, k_conv_ = nullptr, v_conv_ = nullptr;  // absent: none
-  RmsNorm o_norm_ = nullptr;
-  at::Tensor adaptive_decay_;  // [H]; defined for BetaActivation::kAdaptive
+  RmsNorm o_norm_ = nullptr;                                          // absent: none
+  at::Tensor a_log_, dt_bias_;  // [HV], float32 or wider; defined with a_proj
+  at::Tensor adaptive_decay_;   // [HV]; defined for BetaActivation::kAdaptive
 };
 
 }  // namespace efla

@@ -2,45 +2,72 @@
 
 #include <utility>
 
+#include "efla/nn/padding.h"
+
 namespace efla {
 
-BlockImpl::BlockImpl(const ModelConfig& config, const at::TensorOptions& options) {
+namespace {
+
+// Where fla's Mamba-2 keeps the names of state-spaces, every other family has transformer names.
+struct Names {
+  const char *backbone, *final_norm, *mixer_norm, *mixer;
+};
+
+Names names_of(const ModelConfig& config) {
+  if (config.model_type == "mamba2") return {"backbone", "norm_f", "norm", "mixer"};
+  return {"model", "norm", "attn_norm", "attn"};
+}
+
+// The branch's output is a fresh tensor that no backward reads: the residual is added into it,
+// unless the residual is the wider of the two.
+at::Tensor add_residual(at::Tensor branch, const at::Tensor& x) {
+  return branch.scalar_type() == x.scalar_type() ? branch.add_(x) : x + branch;
+}
+
+}  // namespace
+
+BlockImpl::BlockImpl(const ModelConfig& config, int64_t layer, const at::TensorOptions& options) {
   const int64_t d = config.hidden_size;
-  attn_norm_ = register_module("attn_norm", RmsNorm(d, config.norm_eps, options));
-  attn_ = register_module("attn", make_mixer(config, options));
+  const Names names = names_of(config);
+  mixer_norm_ = register_module(names.mixer_norm, RmsNorm(d, config.norm_eps, options));
+  mixer_ = register_module(names.mixer, make_mixer(config, layer, options));
+  if (!config.has_mlp()) return;
   mlp_norm_ = register_module("mlp_norm", RmsNorm(d, config.norm_eps, options));
   mlp_ = register_module("mlp", SwigluMlp(d, config.mlp_size(), options));
 }
 
 at::Tensor BlockImpl::forward(const at::Tensor& x, const std::optional<at::Tensor>& cu_seqlens,
                               Cache::Layer* cache) {
-  // The branch's output is a fresh tensor that no backward reads: add the residual into it.
-  at::Tensor h = attn_->forward(attn_norm_->forward(x), cu_seqlens, cache).add_(x);
-  return mlp_->forward(mlp_norm_->forward(h)).add_(h);
+  const at::Tensor h = add_residual(mixer_->forward(mixer_norm_->forward(x), cu_seqlens, cache), x);
+  return mlp_ ? add_residual(mlp_->forward(mlp_norm_->forward(h)), h) : h;
 }
 
 void BlockImpl::initialize(double range) {
-  attn_norm_->initialize();
-  attn_->initialize(range);
+  mixer_norm_->initialize();
+  mixer_->initialize(range);
+  if (!mlp_) return;
   mlp_norm_->initialize();
   mlp_->initialize(range);
 }
 
-BackboneImpl::BackboneImpl(const ModelConfig& config, const at::TensorOptions& options) {
+BackboneImpl::BackboneImpl(const ModelConfig& config, const at::TensorOptions& options)
+    : residual_in_fp32_(config.model_type == "mamba2" && config.mamba2.residual_in_fp32) {
   embeddings_ =
       register_module("embeddings", Embedding(config.vocab_size, config.hidden_size, options));
   torch::nn::ModuleList layers;
   for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
-    blocks_.emplace_back(config, options);
+    blocks_.emplace_back(config, i, options);
     layers->push_back(blocks_.back().ptr());
   }
   register_module("layers", layers);
-  norm_ = register_module("norm", RmsNorm(config.hidden_size, config.norm_eps, options));
+  norm_ = register_module(names_of(config).final_norm,
+                          RmsNorm(config.hidden_size, config.norm_eps, options));
 }
 
 at::Tensor BackboneImpl::forward(const at::Tensor& input_ids,
                                  const std::optional<at::Tensor>& cu_seqlens, Cache* cache) {
   at::Tensor x = embeddings_->forward(input_ids);
+  if (residual_in_fp32_ && x.scalar_type() != at::kDouble) x = x.to(at::kFloat);
   for (size_t i = 0; i < blocks_.size(); ++i) {
     x = blocks_[i]->forward(x, cu_seqlens, cache ? &cache->layers[i] : nullptr);
   }
@@ -91,7 +118,7 @@ LanguageModelImpl::LanguageModelImpl(ModelConfig config, const at::TensorOptions
                                      WeightInit init)
     : config_(std::move(config)) {
   config_.validate();
-  model_ = register_module("model", Backbone(config_, options));
+  model_ = register_module(names_of(config_).backbone, Backbone(config_, options));
   if (!config_.tie_word_embeddings) {
     lm_head_ = register_module("lm_head", Linear(config_.hidden_size, config_.vocab_size, options));
   }
@@ -122,6 +149,18 @@ at::Tensor LanguageModelImpl::logits(const at::Tensor& hidden) {
 at::Tensor LanguageModelImpl::forward(const at::Tensor& input_ids,
                                       const std::optional<at::Tensor>& cu_seqlens, Cache* cache) {
   return logits(hidden_states(input_ids, cu_seqlens, cache));
+}
+
+at::Tensor LanguageModelImpl::hidden_states_padded(const at::Tensor& input_ids,
+                                                   const at::Tensor& attention_mask, Cache* cache) {
+  const PaddedRows rows(attention_mask.to(input_ids.device()), input_ids.sizes());
+  if (rows.all_valid()) return hidden_states(input_ids, {}, cache);
+  return rows.unpack(hidden_states(rows.pack(input_ids), rows.cu_seqlens, cache));
+}
+
+at::Tensor LanguageModelImpl::forward_padded(const at::Tensor& input_ids,
+                                             const at::Tensor& attention_mask, Cache* cache) {
+  return logits(hidden_states_padded(input_ids, attention_mask, cache));
 }
 
 LossSum LanguageModelImpl::loss(const at::Tensor& input_ids, const at::Tensor& targets,

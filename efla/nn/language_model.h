@@ -1,6 +1,6 @@
-// The language model: embeddings, blocks of mixer and SwiGLU MLP, final norm, head
-// (docs/mathematics.md, "The layer"). Parameters carry fla's key names:
-// model.layers.0.attn.q_proj.weight, ..., lm_head.weight.
+// The language model of every family: embeddings, blocks of mixer and SwiGLU MLP, final norm, head
+// (docs/mathematics.md, "The layer"; docs/models.md). Parameters carry fla's key names:
+// model.layers.0.attn.q_proj.weight, ..., lm_head.weight; for Mamba-2 backbone.layers.0.mixer....
 #pragma once
 
 #include <torch/torch.h>
@@ -23,19 +23,19 @@ enum class WeightInit {
   kNone,    // left as allocated, for a loader that fills them
 };
 
-/// x += attn(attn_norm(x)); x += mlp(mlp_norm(x)).
+/// x += mixer(norm(x)); x += mlp(mlp_norm(x)), the latter where the family has an MLP.
 class BlockImpl : public torch::nn::Module {
  public:
-  BlockImpl(const ModelConfig& config, const at::TensorOptions& options);
+  BlockImpl(const ModelConfig& config, int64_t layer, const at::TensorOptions& options);
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& cu_seqlens,
                      Cache::Layer* cache);
   void initialize(double range);
 
  private:
-  RmsNorm attn_norm_ = nullptr;
-  std::shared_ptr<Mixer> attn_;
+  RmsNorm mixer_norm_ = nullptr;
+  std::shared_ptr<Mixer> mixer_;
   RmsNorm mlp_norm_ = nullptr;
-  SwigluMlp mlp_ = nullptr;
+  SwigluMlp mlp_ = nullptr;  // absent: mixer alone
 };
 TORCH_MODULE(Block);
 
@@ -49,6 +49,7 @@ class BackboneImpl : public torch::nn::Module {
   const at::Tensor& embedding_weight() const { return embeddings_->weight; }
 
  private:
+  const bool residual_in_fp32_;  // the residual stream at least float32, whatever the weights
   Embedding embeddings_ = nullptr;
   std::vector<Block> blocks_;
   RmsNorm norm_ = nullptr;
@@ -72,6 +73,15 @@ class LanguageModelImpl : public torch::nn::Module {
                            const std::optional<at::Tensor>& cu_seqlens = {},
                            Cache* cache = nullptr);
   at::Tensor logits(const at::Tensor& hidden);
+
+  /// Rows of different lengths: attention_mask [B, T] (bool or integer) is non-zero at the tokens
+  /// that count, wherever they stand in their rows; what stands elsewhere is not looked at. The
+  /// same as every row's valid tokens alone; zeros at the padding. A cache advances by the valid
+  /// tokens.
+  at::Tensor forward_padded(const at::Tensor& input_ids, const at::Tensor& attention_mask,
+                            Cache* cache = nullptr);
+  at::Tensor hidden_states_padded(const at::Tensor& input_ids, const at::Tensor& attention_mask,
+                                  Cache* cache = nullptr);
 
   /// Sum of the cross entropy of targets [B, T] (kIgnoreTarget = ignored) and their number; never
   /// holds all logits. For a mean: loss.nll / loss.count. Targets are not shifted here.

@@ -3,8 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <toml++/toml.h>
-
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -16,112 +15,15 @@
 #include "efla/io/error.h"
 #include "efla/train/nearest_name.h"
 #include "efla/train/recipe_fields.h"
+#include "efla/train/recipe_model.h"
+#include "efla/train/recipe_settings.h"
 
 namespace efla {
 namespace {
 
 using nlohmann::json;
 
-// One value as it was written, with the place it came from.
-struct Setting {
-  json value;
-  std::string text;   // as written on a command line; empty for values from a file
-  std::string place;  // "configs/tiny.toml:12" or "the command line"
-};
-using Settings = std::map<std::string, Setting>;
-
 const char* const kSections[] = {"model", "data", "optimizer", "schedule", "train"};
-
-std::string type_name(const json& value) {
-  if (value.is_boolean()) return "true or false";
-  if (value.is_number_integer()) return "an integer";
-  if (value.is_number_float()) return "a number";
-  if (value.is_string()) return "a string";
-  if (value.is_array()) return "an array";
-  return "a table";
-}
-
-json to_json_value(const toml::node& node) {
-  if (const auto* v = node.as_boolean()) return v->get();
-  if (const auto* v = node.as_integer()) return v->get();
-  if (const auto* v = node.as_floating_point()) return v->get();
-  if (const auto* v = node.as_string()) return v->get();
-  if (const auto* v = node.as_array()) {
-    json array = json::array();
-    for (const toml::node& element : *v) array.push_back(to_json_value(element));
-    return array;
-  }
-  return json::object();  // dates and tables: no key takes one
-}
-
-std::string show(const Setting& setting) {
-  return setting.text.empty() ? setting.value.dump() : setting.text;
-}
-
-[[noreturn]] void refuse(const std::string& key, const Setting& setting,
-                         const std::string& expected) {
-  throw UsageError(
-      fmt::format("{}: {} = {} must be {}", setting.place, key, show(setting), expected));
-}
-
-// ---- From TOML and overrides to Settings -------------------------------------------------------
-
-Settings read_table(const toml::table& root, const std::string& name) {
-  Settings settings;
-  for (const auto& [section, node] : root) {
-    const std::string head(section.str());
-    const auto place = [&](const toml::node& at) {
-      return fmt::format("{}:{}", name, at.source().begin.line);
-    };
-    if (!node.is_table()) {
-      settings[head] = {to_json_value(node), "", place(node)};
-      continue;
-    }
-    const toml::table& table = *node.as_table();
-    if (table.empty()) settings.try_emplace(head + ".", Setting{json::object(), "", place(node)});
-    for (const auto& [key, value] : table) {
-      settings[head + "." + std::string(key.str())] = {to_json_value(value), "", place(value)};
-    }
-  }
-  return settings;
-}
-
-toml::table parse_toml(const std::string& text, const std::string& name) {
-  try {
-    return toml::parse(text, name);
-  } catch (const toml::parse_error& error) {
-    throw UsageError(fmt::format("{}:{}: not valid TOML: {}", name, error.source().begin.line,
-                                 error.description()));
-  }
-}
-
-// The text after '=' in TOML syntax; whatever is not TOML is a bare string.
-json override_value(const std::string& text) {
-  try {
-    const toml::table table = toml::parse("v = " + text);
-    const toml::node* node = table.get("v");
-    if (table.size() == 1 && !node->is_table() && !node->is_date() && !node->is_time() &&
-        !node->is_date_time()) {
-      return to_json_value(*node);
-    }
-  } catch (const toml::parse_error&) {
-  }
-  return text;
-}
-
-void apply_override(Settings& settings, const std::string& text) {
-  const size_t equals = text.find('=');
-  if (equals == std::string::npos || equals == 0) {
-    throw UsageError(
-        fmt::format("the command line: '{}' is not an override; write section.key=value, for "
-                    "example train.steps=100",
-                    text));
-  }
-  const std::string value = text.substr(equals + 1);
-  settings[text.substr(0, equals)] = {override_value(value), value, "the command line"};
-}
-
-// ---- From Settings to the recipe ---------------------------------------------------------------
 
 void assign(const RecipeField& field, const Setting& setting) {
   const json& value = setting.value;
@@ -156,50 +58,15 @@ void assign(const RecipeField& field, const Setting& setting) {
       value.is_number_integer() ? value.get<int64_t>() : static_cast<int64_t>(number);
 }
 
-// The fields of [model] with their default values; constants of the format are no settings.
-json model_fields() {
-  json fields = ModelConfig{}.to_json();
-  for (const char* fixed : {"architectures", "torch_dtype"}) fields.erase(fixed);
-  // Absent means "derived": to_json() may leave these out.
-  for (const char* optional : {"q_norm", "intermediate_size", "pad_token_id"}) {
-    if (!fields.contains(optional)) fields[optional] = nullptr;
-  }
-  if (fields["q_norm"].is_null()) fields["q_norm"] = "";
-  return fields;
-}
-
-bool names_token(const std::string& key) { return key.ends_with("_token_id"); }
-
-void assign_model(json& model, const std::string& key, const Setting& setting,
-                  const json& standard) {
-  const std::string dotted = "model." + key;
-  json value = setting.value;
-  if (standard.is_string() && !setting.text.empty() && !value.is_string()) value = setting.text;
-  if (value.is_number_float() && standard.is_number_integer()) {
-    refuse(dotted, setting, "an integer");
-  }
-  const bool numbers = standard.is_number_float() && value.is_number();
-  const bool optional_integer = standard.is_null() && value.is_number_integer();
-  if (!numbers && !optional_integer && type_name(value) != type_name(standard)) {
-    refuse(dotted, setting, standard.is_null() ? "an integer" : type_name(standard));
-  }
-  if (value.is_number()) {
-    const double low = names_token(key) ? -1 : 0;  // -1: no such token
-    const double number = value.get<double>();
-    if (!(number >= low && number <= 1e9)) {
-      refuse(dotted, setting, fmt::format("a number from {} to 1e9", low));
-    }
-  }
-  model[key] = value == -1 ? json() : value;
+bool is_section(const std::string& name) {
+  return std::find(std::begin(kSections), std::end(kSections), name) != std::end(kSections);
 }
 
 [[noreturn]] void refuse_unknown(const std::string& key, const Setting& setting,
                                  const std::vector<std::string>& known) {
   std::string what = key;
   if (!what.empty() && what.back() == '.') what.pop_back();
-  const bool is_section =
-      std::find(std::begin(kSections), std::end(kSections), what) != std::end(kSections);
-  if (is_section) {
+  if (is_section(what)) {
     throw UsageError(fmt::format("{}: '{}' is a section: write [{}] and its keys below it",
                                  setting.place, what, what));
   }
@@ -224,55 +91,36 @@ void check_whole(const Recipe& recipe, const std::string& name) {
 
 Recipe from_settings(const Settings& settings, const std::string& name) {
   Recipe recipe;
-  const json model_defaults = model_fields();
+  ModelSection model(settings, name);
   const std::vector<RecipeField> fields = recipe_fields(recipe);
   std::vector<std::string> known;
+  known.reserve(fields.size());
   for (const RecipeField& field : fields) known.push_back(field.key);
-  for (const auto& item : model_defaults.items()) known.push_back("model." + item.key());
+  for (const std::string& key : model.keys()) known.push_back(key);
 
-  json model = {{"model_type", "efla"}};  // what is not given here has its default there
   for (const auto& [key, setting] : settings) {
     const auto field = std::find_if(fields.begin(), fields.end(),
                                     [&key](const RecipeField& f) { return f.key == key; });
+    const bool empty_section = key.back() == '.' && is_section(key.substr(0, key.size() - 1));
     if (field != fields.end()) {
       assign(*field, setting);
-    } else if (key.rfind("model.", 0) == 0 && model_defaults.contains(key.substr(6))) {
-      assign_model(model, key.substr(6), setting, model_defaults[key.substr(6)]);
-    } else if (key.back() != '.' ||
-               std::find(std::begin(kSections), std::end(kSections),
-                         key.substr(0, key.size() - 1)) == std::end(kSections)) {
+    } else if (model.knows(key)) {
+      model.assign(key, setting);
+      recipe.given_model_keys.insert(key.substr(key.find('.') + 1));
+    } else if (!empty_section) {
       refuse_unknown(key, setting, known);
     }
   }
   check_whole(recipe, name);
-  try {
-    recipe.model = ModelConfig::from_json(model, name + ": [model]");
-  } catch (const json::exception& error) {
-    throw UsageError(fmt::format("{}: [model]: {}", name, error.what()));
-  }
-  for (const auto& [key, setting] : settings) {
-    if (key.rfind("model.", 0) == 0) recipe.given_model_keys.insert(key.substr(6));
-  }
+  recipe.model = model.finish();
   return recipe;
-}
-
-std::string toml_text(const json& value) {
-  if (value.is_string()) return value.dump(-1, ' ', true, json::error_handler_t::replace);
-  if (value.is_number_float()) {
-    std::string text = fmt::format("{}", value.get<double>());  // shortest that reads back the same
-    if (text.find_first_of(".e") == std::string::npos) text += ".0";
-    return text;
-  }
-  return value.dump();
 }
 
 }  // namespace
 
 Recipe Recipe::parse(const std::string& text, const std::string& name,
                      const std::vector<std::string>& overrides) {
-  Settings settings = read_table(parse_toml(text, name), name);
-  for (const std::string& override_text : overrides) apply_override(settings, override_text);
-  return from_settings(settings, name);
+  return from_settings(read_settings(text, name, overrides), name);
 }
 
 Recipe Recipe::load(const std::string& path, const std::vector<std::string>& overrides) {
@@ -297,15 +145,7 @@ std::map<std::string, std::string> Recipe::settings() const {
   for (const RecipeField& field : recipe_fields(copy)) {
     all[field.key] = std::visit([](auto* value) { return toml_text(json(*value)); }, field.value);
   }
-  const json model_json = model.to_json(), fields = model_fields();
-  for (const auto& item : fields.items()) {
-    const json value = model_json.value(item.key(), json());
-    if (!value.is_null()) {
-      all["model." + item.key()] = toml_text(value);
-    } else if (names_token(item.key())) {
-      all["model." + item.key()] = "-1";  // TOML has no null
-    }
-  }
+  all.merge(model_settings(model));
   return all;
 }
 
@@ -340,7 +180,7 @@ std::string recipe_hash(const Recipe& recipe) {
   std::string deciding;
   for (const auto& [key, value] : recipe.settings()) {
     if (may_change_on_resume(key)) continue;
-    deciding += key + "=" + value + "\n";
+    deciding.append(key).append("=").append(value).append("\n");
   }
   return fnv1a_hex(deciding);
 }

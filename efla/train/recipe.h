@@ -1,8 +1,8 @@
 // A training recipe: one TOML file that says everything about a run.
 //
-// Sections: [model] (the fields of ModelConfig), [data], [optimizer], [schedule], [train]. Every
-// value can be overridden as section.key=value. Unknown keys, wrong types and absurd values are
-// refused.
+// Sections: [model] (a preset or the fields of ModelConfig), [data], [optimizer], [schedule],
+// [train]. Every value can be overridden as section.key=value. Unknown keys, wrong types and absurd
+// values are refused.
 #pragma once
 
 #include <cstdint>
