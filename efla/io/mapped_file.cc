@@ -17,7 +17,8 @@ std::shared_ptr<MappedFile> MappedFile::open(const std::filesystem::path& path) 
   const auto fail = [&](const std::string& reason) {
     throw Error("cannot read " + path.string() + ": " + reason);
   };
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // O_NONBLOCK: a FIFO is refused below instead of waited for.
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) fail(std::strerror(errno));
   struct stat status;
   const int stat_error = ::fstat(descriptor, &status) == 0 ? 0 : errno;

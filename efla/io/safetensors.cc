@@ -102,6 +102,7 @@ SafetensorsFile SafetensorsFile::open(const fs::path& path) {
 
 std::vector<std::string> SafetensorsFile::names() const {
   std::vector<std::string> names;
+  names.reserve(header_.tensors.size());
   for (const auto& [name, entry] : header_.tensors) names.push_back(name);
   return names;
 }
@@ -125,66 +126,6 @@ at::Tensor SafetensorsFile::tensor(const std::string& name) const {
   }
   return at::from_blob(
       data, found.shape, [keep = file_](void*) {}, options);
-}
-
-SafetensorsModel SafetensorsModel::open(const fs::path& file_or_folder) {
-  SafetensorsModel model;
-  model.path_ = file_or_folder;
-  const auto add_file = [&](const fs::path& path) {
-    model.files_.push_back(SafetensorsFile::open(path));
-    for (const std::string& name : model.files_.back().names()) {
-      if (!model.where_.emplace(name, model.files_.size() - 1).second) {
-        throw Error(path.string() + " holds tensor \"" + name +
-                    "\" that another file of the model holds too");
-      }
-    }
-  };
-  const fs::path single = file_or_folder / "model.safetensors";
-  const fs::path index = file_or_folder / "model.safetensors.index.json";
-  std::error_code code;
-  if (!fs::is_directory(file_or_folder, code)) {
-    add_file(file_or_folder);
-  } else if (fs::exists(single, code)) {
-    add_file(single);
-  } else if (fs::exists(index, code)) {
-    const auto json = nlohmann::json::parse(read_file(index), nullptr, false);
-    if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object()) {
-      throw Error(index.string() + " has no \"weight_map\" object");
-    }
-    std::set<std::string> files;
-    for (const auto& [name, file] : json["weight_map"].items()) {
-      // Only names of files beside the index: an index from elsewhere must not lead out of its
-      // folder.
-      if (!file.is_string() ||
-          fs::path(file.get<std::string>()).filename() != file.get<std::string>()) {
-        throw Error(index.string() + " maps \"" + name + "\" to something that is no file name");
-      }
-      files.insert(file.get<std::string>());
-    }
-    for (const std::string& file : files) add_file(file_or_folder / file);
-    for (const auto& [name, file] : json["weight_map"].items()) {
-      if (!model.contains(name)) {
-        throw Error((file_or_folder / file.get<std::string>()).string() + " lacks tensor \"" +
-                    name + "\" that the index promises");
-      }
-    }
-  } else {
-    throw Error("no weights in " + file_or_folder.string() +
-                ": it has neither model.safetensors nor model.safetensors.index.json");
-  }
-  return model;
-}
-
-std::vector<std::string> SafetensorsModel::names() const {
-  std::vector<std::string> names;
-  for (const auto& [name, file] : where_) names.push_back(name);
-  return names;
-}
-
-at::Tensor SafetensorsModel::tensor(const std::string& name) const {
-  const auto found = where_.find(name);
-  if (found == where_.end()) throw Error(path_.string() + " has no tensor \"" + name + "\"");
-  return files_[found->second].tensor(name);
 }
 
 void save_safetensors(const fs::path& path,

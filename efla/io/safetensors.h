@@ -37,21 +37,6 @@ class SafetensorsFile {
   SafetensorsHeader header_;
 };
 
-/// The weights of a model: one file, or a folder with model.safetensors or with
-/// model.safetensors.index.json and the files that its weight_map names.
-class SafetensorsModel {
- public:
-  static SafetensorsModel open(const std::filesystem::path& file_or_folder);
-  std::vector<std::string> names() const;  ///< sorted
-  bool contains(const std::string& name) const { return where_.count(name) != 0; }
-  at::Tensor tensor(const std::string& name) const;
-
- private:
-  std::filesystem::path path_;
-  std::vector<SafetensorsFile> files_;
-  std::map<std::string, size_t> where_;  // tensor name -> index into files_
-};
-
 /// Writes tensors (any device, any strides; copied to contiguous CPU memory one at a time)
 /// atomically. As the Python package does, wider dtypes come first and names are sorted within one,
 /// so the same tensors give the same bytes; metadata gets "format": "pt" when it holds no "format".

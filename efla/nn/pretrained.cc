@@ -1,140 +1,118 @@
 #include "efla/nn/pretrained.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
-#include <algorithm>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
 
 #include "efla/io/atomic_file.h"
 #include "efla/io/error.h"
-#include "efla/io/safetensors.h"
+#include "efla/io/log.h"
+#include "efla/io/safetensors_model.h"
+#include "efla/nn/checkpoint_tensors.h"
 
 namespace efla {
 
 namespace {
 
 namespace fs = std::filesystem;
-using TensorMap = std::map<std::string, at::Tensor>;
 
 constexpr const char* kConfigName = "config.json";
-constexpr const char* kWeightsName = "model.safetensors";
-constexpr const char* kHeadKey = "lm_head.weight";
-constexpr const char* kEmbeddingKey = "model.embeddings.weight";
 
-TensorMap read_tensors(const fs::path& file_or_folder) {
-  const SafetensorsModel file = SafetensorsModel::open(file_or_folder);
-  TensorMap tensors;
-  for (const std::string& name : file.names()) tensors.emplace(name, file.tensor(name));
-  return tensors;
+// A model of the config that has shapes and dtypes but no memory.
+LanguageModel outline(const ModelConfig& config, at::ScalarType dtype) {
+  const auto options = at::TensorOptions().dtype(dtype).device(at::kMeta);
+  return LanguageModel(config, options, WeightInit::kNone);
 }
 
-// fla checkpoints before February 2025 hold one gate_proj [2 inner, hidden]: first gate, then up.
-void split_fused_mlp(TensorMap& tensors, int64_t inner) {
-  const std::string suffix = ".mlp.gate_proj.weight";
-  TensorMap ups;
-  for (auto& [name, tensor] : tensors) {
-    if (!name.ends_with(suffix) || tensor.dim() != 2 || tensor.size(0) != 2 * inner) continue;
-    const std::string up = name.substr(0, name.size() - suffix.size()) + ".mlp.up_proj.weight";
-    if (tensors.count(up)) continue;
-    ups.emplace(up, tensor.narrow(0, inner, inner));
-    tensor = tensor.narrow(0, 0, inner);
+fs::path model_folder(const std::string& folder) {
+  const fs::path path(folder);
+  if (!fs::is_directory(path)) recover_folder(path);  // a writer may have died between two renames
+  if (!fs::is_directory(path)) {
+    throw Error(fmt::format("{}: no such folder; a model is a folder with {} and model.safetensors",
+                            folder, kConfigName));
   }
-  tensors.merge(ups);
+  return path;
 }
 
-// Tied models need no lm_head; a copy of the embeddings is what some writers leave there.
-void drop_tied_head(TensorMap& tensors) {
-  const auto head = tensors.find(kHeadKey);
-  const auto embedding = tensors.find(kEmbeddingKey);
-  if (head == tensors.end() || embedding == tensors.end()) return;
-  if (head->second.sizes() == embedding->second.sizes() &&
-      head->second.scalar_type() == embedding->second.scalar_type() &&
-      head->second.equal(embedding->second)) {
-    tensors.erase(head);
+struct Checked {
+  ModelConfig config;
+  TensorMap tensors;  // exactly those of the model
+};
+
+// Config and tensors of a folder, which fit; still in the files' memory.
+Checked open_checked(const fs::path& path, LoadReport& report) {
+  ModelConfig config = read_model_config(path, &report);
+  TensorMap tensors = read_tensors(path);
+  adapt_tensors(tensors, config, report);
+  check_tensors(tensors, outline(config, at::kFloat), path);
+  return {std::move(config), std::move(tensors)};
+}
+
+void log_report(const fs::path& path, const LoadReport& report) {
+  for (const std::string& name : report.ignored) {
+    log_warning(fmt::format("{}: {} is not used and has no effect here", path.string(), name));
+  }
+  for (const std::string& note : report.notes) {
+    log_warning(fmt::format("{}: {}", path.string(), note));
   }
 }
 
-std::string shape_text(at::IntArrayRef shape) {
-  return fmt::format("[{}]", fmt::join(shape.begin(), shape.end(), ", "));
+nlohmann::json config_json(const ModelConfig& config, CheckpointFormat format) {
+  if (format == CheckpointFormat::kStateSpaces) return to_state_spaces_config(config);
+  if (format == CheckpointFormat::kEfla) return config.to_json();
+  nlohmann::json json = as_fla_family(config).to_json();
+  for (const char* ours : {"tokenizer_fingerprint", "conv_initializer_range"}) json.erase(ours);
+  return json;
 }
 
-// "KIND: a, b, c and 20 more; " or nothing.
-std::string list(const char* kind, const std::vector<std::string>& items) {
-  constexpr size_t kShown = 8;
-  if (items.empty()) return "";
-  const size_t shown = std::min(kShown, items.size());
-  std::string text =
-      fmt::format("; {}: {}", kind, fmt::join(items.begin(), items.begin() + shown, ", "));
-  if (items.size() > shown) text += fmt::format(" and {} more", items.size() - shown);
-  return text;
-}
-
-void check_tensors(const TensorMap& tensors, const LanguageModel& model, const fs::path& path) {
-  std::vector<std::string> missing, unexpected, wrong;
-  const auto parameters = model->named_parameters();
-  for (const auto& parameter : parameters) {
-    const auto found = tensors.find(parameter.key());
-    if (found == tensors.end()) {
-      missing.push_back(parameter.key());
-    } else if (found->second.sizes() != parameter.value().sizes()) {
-      wrong.push_back(fmt::format("{} {} instead of {}", parameter.key(),
-                                  shape_text(found->second.sizes()),
-                                  shape_text(parameter.value().sizes())));
-    } else if (!found->second.is_floating_point()) {
-      wrong.push_back(parameter.key() + " is not floating point");
-    }
-  }
-  for (const auto& [name, tensor] : tensors) {
-    if (!parameters.contains(name)) unexpected.push_back(name);
-  }
-  if (missing.empty() && unexpected.empty() && wrong.empty()) return;
-  throw Error(
-      fmt::format("{}: the tensors do not fit the model's config{}{}{}; check that {} "
-                  "belongs to these weights",
-                  path.string(), list("missing", missing), list("unexpected", unexpected),
-                  list("wrong", wrong), kConfigName));
-}
-
-void fill(LanguageModel& model, TensorMap& tensors, const fs::path& path) {
-  split_fused_mlp(tensors, model->config().mlp_size());
-  if (model->config().tie_word_embeddings) drop_tied_head(tensors);
-  check_tensors(tensors, model, path);
+void copy_into(LanguageModel& model, const TensorMap& tensors) {
   const torch::NoGradGuard no_grad;
   for (auto& parameter : model->named_parameters()) {
     parameter.value().copy_(tensors.at(parameter.key()));
   }
 }
 
-at::ScalarType stored_dtype(const TensorMap& tensors) {
-  const auto found = tensors.find(kEmbeddingKey);
-  const bool usable = found != tensors.end() && found->second.is_floating_point();
-  return usable ? found->second.scalar_type() : at::kFloat;
-}
-
 }  // namespace
 
-LanguageModel load_pretrained(const std::string& folder, std::optional<at::ScalarType> dtype) {
-  const fs::path path(folder);
-  if (!fs::is_directory(path)) recover_folder(path);  // a writer may have died between two renames
-  if (!fs::is_directory(path)) {
-    throw Error(fmt::format("{}: no such folder; a model is a folder with {} and {}", folder,
-                            kConfigName, kWeightsName));
+LanguageModel load_pretrained(const std::string& folder, std::optional<at::ScalarType> dtype,
+                              LoadReport* report) {
+  const fs::path path = model_folder(folder);
+  LoadReport found;
+  const Checked checked = open_checked(path, found);
+  const at::ScalarType stored = stored_dtype(checked.tensors);
+  // No arithmetic here runs in float16.
+  const at::ScalarType type = dtype.value_or(stored == at::kHalf ? at::kFloat : stored);
+  LanguageModel model(checked.config, at::TensorOptions().dtype(type), WeightInit::kNone);
+  copy_into(model, checked.tensors);
+  if (report) {
+    *report = std::move(found);
+  } else {
+    log_report(path, found);
   }
-  const ModelConfig config = ModelConfig::from_json_file(path / kConfigName);
-  TensorMap tensors = read_tensors(path);
-  const at::ScalarType type = dtype.value_or(stored_dtype(tensors));
-  LanguageModel model(config, at::TensorOptions().dtype(type), WeightInit::kNone);
-  fill(model, tensors, path);
   return model;
 }
 
-void load_weights(LanguageModel& model, const fs::path& file) {
-  TensorMap tensors = read_tensors(file);
-  fill(model, tensors, file);
+ModelConfig check_pretrained(const std::string& folder, LoadReport* report) {
+  const fs::path path = model_folder(folder);
+  LoadReport found;
+  Checked checked = open_checked(path, found);
+  if (report) *report = std::move(found);
+  return std::move(checked.config);
+}
+
+void load_weights(LanguageModel& model, const fs::path& file_or_folder) {
+  TensorMap tensors = read_tensors(file_or_folder);
+  LoadReport report;
+  adapt_tensors(tensors, model->config(), report);
+  check_tensors(tensors, model, file_or_folder);
+  copy_into(model, tensors);
+  log_report(file_or_folder, report);
+}
+
+at::ScalarType checkpoint_dtype(const std::string& folder) {
+  return stored_dtype(read_tensors(model_folder(folder)));
 }
 
 std::string dtype_name(at::ScalarType dtype) {
@@ -152,17 +130,41 @@ std::string dtype_name(at::ScalarType dtype) {
   }
 }
 
-void save_pretrained(const LanguageModel& model, const std::string& folder) {
-  const fs::path path(folder);
-  make_folder(path);
+std::map<std::string, at::ScalarType> storage_dtypes(const ModelConfig& config,
+                                                     at::ScalarType dtype) {
+  const bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
+  const LanguageModel model = outline(config, narrow ? at::kBFloat16 : dtype);
+  std::map<std::string, at::ScalarType> dtypes;
+  for (const auto& parameter : model->named_parameters()) {
+    const at::ScalarType own = parameter.value().scalar_type();
+    dtypes[parameter.key()] = narrow && own == at::kBFloat16 ? dtype : own;
+  }
+  return dtypes;
+}
+
+void save_pretrained(const LanguageModel& model, const std::string& folder,
+                     const SaveOptions& options) {
+  const ModelConfig& config = model->config();
+  const at::ScalarType dtype = options.dtype.value_or(model->dtype());
+  // Before anything is written: it may say that the format has no place for the model.
+  nlohmann::json json = config_json(config, options.format);
+  if (options.format != CheckpointFormat::kStateSpaces) json["dtype"] = dtype_name(dtype);
+
+  std::map<std::string, at::ScalarType> dtypes;
+  if (options.dtype) dtypes = storage_dtypes(config, dtype);
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   for (const auto& parameter : model->named_parameters()) {
-    tensors.emplace_back(parameter.key(), parameter.value().detach());
+    at::Tensor value = parameter.value().detach();
+    if (options.dtype) value = value.to(dtypes.at(parameter.key()));
+    tensors.emplace_back(parameter.key(), std::move(value));
   }
-  nlohmann::json config = model->config().to_json();
-  config["dtype"] = dtype_name(model->dtype());
-  save_safetensors(path / kWeightsName, tensors, {{"format", "pt"}});
-  write_file_atomically(path / kConfigName, config.dump(2) + "\n");
+  if (options.format == CheckpointFormat::kStateSpaces) {
+    to_state_spaces_names(tensors, config.tie_word_embeddings);
+  }
+  const fs::path path(folder);
+  make_folder(path);
+  save_safetensors_model(path, tensors, options.max_shard_bytes);
+  write_file_atomically(path / kConfigName, json.dump(2) + "\n");
 }
 
 }  // namespace efla
