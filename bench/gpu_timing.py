@@ -1,0 +1,93 @@
+"""Timing on a GPU: CUDA graphs over rotating inputs, contestants in turn, medians."""
+
+import statistics
+import time
+
+import torch
+
+
+def first_call(run):
+    """(result, seconds) of a call that may compile its kernels."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = run()
+    torch.cuda.synchronize()
+    return result, time.perf_counter() - start
+
+
+def capture(call, count):
+    """(a function that runs call(0) ... call(count - 1), "graph"), or "eager" where no graph can hold
+    them."""
+    here = torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        for i in range(count):
+            call(i)
+    here.wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for i in range(count):
+                call(i)
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph.replay, "graph"
+    except Exception:  # noqa: BLE001 - peers that wait for the device raise all sorts of errors
+        torch.cuda.set_stream(here)
+        torch.cuda.synchronize()
+
+    def eager():
+        for i in range(count):
+            call(i)
+
+    return eager, "eager"
+
+
+def measure(calls, count, seconds=0.25, rounds=(7, 51)):
+    """{name: (median ms, fastest ms, method)} of one call each.
+
+    calls: {name: function of i}. Every round times each of them once, in turn, so that all see the
+    same clocks and neighbours; `seconds` bounds the rounds of one contestant.
+    """
+    ready, slowest = {}, 0.0
+    for name, call in calls.items():
+        run, method = capture(call, count)
+        ready[name] = (run, method)
+        run()
+        _, once = first_call(run)
+        slowest = max(slowest, once)
+    total = min(rounds[1], max(rounds[0], int(seconds / max(slowest, 1e-5))))
+    events = {name: [] for name in ready}
+    for i in range(total + 2):  # two rounds to warm up
+        for name, (run, _) in ready.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            if i >= 2:
+                events[name].append((begin, end))
+    torch.cuda.synchronize()
+    out = {}
+    for name, pairs in events.items():
+        times = [begin.elapsed_time(end) / count for begin, end in pairs]
+        out[name] = (statistics.median(times), min(times), ready[name][1])
+    return out
+
+
+def copy_bandwidth():
+    """Bytes read and written per second by a device copy of 2 GiB."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").fill_(1)
+    target = torch.empty_like(source)
+    times = measure({"copy": lambda i: target.copy_(source)}, 1)
+    return 2 * source.numel() / (times["copy"][0] * 1e-3)
+
+
+def peak_memory(run, before):
+    """MiB in use at the worst moment of run(), above `before` bytes."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
