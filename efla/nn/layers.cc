@@ -71,11 +71,11 @@ at::Tensor ShortConvImpl::forward(const at::Tensor& x, const std::optional<at::T
                                   at::Tensor* tail) const {
   std::optional<at::Tensor> initial;
   if (tail && tail->defined()) initial = *tail;
-  const bool silu = silu_ && !bias.defined();  // the bias comes before it
+  std::optional<at::Tensor> offset;
+  if (bias.defined()) offset = bias;
   auto [y, final_tail] =
-      ops::short_conv(x, weight.squeeze(1), silu, initial, tail != nullptr, cu_seqlens);
+      ops::short_conv(x, weight.squeeze(1), silu_, initial, tail != nullptr, cu_seqlens, offset);
   if (tail) *tail = final_tail.detach();
-  if (bias.defined()) y = silu_ ? at::silu(y + bias) : y + bias;
   return y;
 }
 

@@ -29,7 +29,8 @@ TORCH_LIBRARY(efla, m) {
       tags);
   m.def(
       "short_conv(Tensor x, Tensor weight, *, bool silu=True, Tensor? initial_state=None, "
-      "bool output_final_state=False, Tensor? cu_seqlens=None) -> (Tensor y, Tensor final_state)",
+      "bool output_final_state=False, Tensor? cu_seqlens=None, Tensor? bias=None) "
+      "-> (Tensor y, Tensor final_state)",
       tags);
   m.def("rms_norm(Tensor x, Tensor? weight, float eps, Tensor? gate=None) -> Tensor", tags);
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor", tags);
@@ -48,12 +49,13 @@ TORCH_LIBRARY(efla, m) {
       tags);
   m.def(
       "_short_conv_forward(Tensor x, Tensor weight, bool silu, Tensor? initial_state, "
-      "bool output_final_state, Tensor? cu_seqlens) -> (Tensor y, Tensor final_state)",
+      "bool output_final_state, Tensor? cu_seqlens, Tensor? bias) "
+      "-> (Tensor y, Tensor final_state)",
       tags);
   m.def(
       "_short_conv_backward(Tensor grad_y, Tensor? grad_final_state, Tensor x, Tensor weight, "
-      "bool silu, Tensor? initial_state, Tensor? cu_seqlens, bool[3] wanted) "
-      "-> (Tensor, Tensor, Tensor)",
+      "bool silu, Tensor? initial_state, Tensor? cu_seqlens, Tensor? bias, bool[4] wanted) "
+      "-> (Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def("_rms_norm_forward(Tensor x, Tensor? weight, float eps, Tensor? gate) -> Tensor", tags);
   m.def(
@@ -114,11 +116,13 @@ Tensor step_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& be
 
 std::tuple<Tensor, Tensor> short_conv(const Tensor& x, const Tensor& weight, bool silu,
                                       const OptionalTensor& initial_state, bool output_final_state,
-                                      const OptionalTensor& cu_seqlens) {
+                                      const OptionalTensor& cu_seqlens,
+                                      const OptionalTensor& bias) {
   static const auto op = find_operator<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, bool, const OptionalTensor&, bool, const OptionalTensor&)>(
-      "efla::short_conv");
-  auto [y, final_state] = op.call(x, weight, silu, initial_state, output_final_state, cu_seqlens);
+      const Tensor&, const Tensor&, bool, const OptionalTensor&, bool, const OptionalTensor&,
+      const OptionalTensor&)>("efla::short_conv");
+  auto [y, final_state] =
+      op.call(x, weight, silu, initial_state, output_final_state, cu_seqlens, bias);
   return {std::move(y), or_undefined(final_state, output_final_state)};
 }
 

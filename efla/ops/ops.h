@@ -45,13 +45,15 @@ at::Tensor step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                  std::optional<double> scale = {},
                  const std::optional<at::Tensor>& state_indices = {}, bool qk_l2norm = false);
 
-/// Causal depthwise convolution, x [B,T,D], weight [D,W], optional SiLU. initial_state [N,D,W] is
-/// the last W inputs before the sequence. Returns (y [B,T,D], final state [N,D,W] or undefined).
+/// Causal depthwise convolution, x [B,T,D], weight [D,W], optional bias [D] and SiLU. initial_state
+/// [N,D,W] is the last W inputs before the sequence. Returns (y [B,T,D], final state [N,D,W] or
+/// undefined).
 std::tuple<at::Tensor, at::Tensor> short_conv(const at::Tensor& x, const at::Tensor& weight,
                                               bool silu = true,
                                               const std::optional<at::Tensor>& initial_state = {},
                                               bool output_final_state = false,
-                                              const std::optional<at::Tensor>& cu_seqlens = {});
+                                              const std::optional<at::Tensor>& cu_seqlens = {},
+                                              const std::optional<at::Tensor>& bias = {});
 
 /// x * rsqrt(mean(x^2, -1) + eps) * weight [* silu(gate)] over the last dimension.
 at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps,

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "efla/kernels/cpu/layer_ops.h"
+#include "efla/ops/cuda_layer_kernels.h"
 #include "efla/ops/executor.h"
 #include "efla/ops/tensors.h"
 
@@ -45,16 +46,16 @@ void check(const Tensor& x, const OptionalTensor& weight, double eps, const Opti
 }
 
 struct Prepared {
-  cpu::RmsNormParams params;
+  RmsNormParams params;
   Tensor x, weight, gate;
 };
 
 Prepared prepare(const Tensor& x, const OptionalTensor& weight, double eps,
                  const OptionalTensor& gate) {
-  const at::ScalarType storage = storage_type(x.scalar_type());
+  const at::ScalarType storage = storage_type(x);
   Prepared out;
   out.x = contiguous(x, storage);
-  cpu::RmsNormParams& p = out.params;
+  RmsNormParams& p = out.params;
   p.dim = x.size(-1);
   p.rows = p.dim == 0 ? 0 : x.numel() / p.dim;
   p.dtype = kernel_dtype(storage);
@@ -71,14 +72,15 @@ Prepared prepare(const Tensor& x, const OptionalTensor& weight, double eps,
   return out;
 }
 
-Tensor forward_cpu(const Tensor& x, const OptionalTensor& weight, double eps,
-                   const OptionalTensor& gate) {
+Tensor forward_kernel(const Tensor& x, const OptionalTensor& weight, double eps,
+                      const OptionalTensor& gate) {
   check(x, weight, eps, gate);
   Prepared prepared = prepare(x, weight, eps, gate);
   Tensor y = at::empty(x.sizes(), prepared.x.options());
   if (y.numel() != 0) {
     prepared.params.y = y.mutable_data_ptr();
-    cpu::rms_norm_forward(prepared.params, torch_executor());
+    x.is_cuda() ? cuda_rms_norm_forward(kOp, x, prepared.params)
+                : cpu::rms_norm_forward(prepared.params, torch_executor());
   }
   return as_dtype(y, x.scalar_type());
 }
@@ -90,9 +92,9 @@ void check_grad(const Tensor& grad_y, const Tensor& x) {
               ", but has ", grad_y.sym_sizes(), " ", grad_y.scalar_type());
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tensor& x,
-                                                const OptionalTensor& weight, double eps,
-                                                const OptionalTensor& gate, Wanted wanted) {
+std::tuple<Tensor, Tensor, Tensor> backward_kernel(const Tensor& grad_y, const Tensor& x,
+                                                   const OptionalTensor& weight, double eps,
+                                                   const OptionalTensor& gate, Wanted wanted) {
   check(x, weight, eps, gate);
   check_grad(grad_y, x);
   wanted[2] = wanted[2] && given(gate);
@@ -109,13 +111,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tens
     grad_weight.zero_();
   } else {
     const Tensor grad = contiguous(grad_y, prepared.x.scalar_type());
-    cpu::RmsNormBackwardParams params;
+    RmsNormBackwardParams params;
     params.forward = prepared.params;
     params.grad_y = grad.const_data_ptr();
     if (wanted[0]) params.grad_x = grad_x.mutable_data_ptr();
     if (wanted[1]) params.grad_weight = grad_weight.mutable_data_ptr();
     if (wanted[2]) params.grad_gate = grad_gate.mutable_data_ptr();
-    cpu::rms_norm_backward(params, torch_executor());
+    x.is_cuda() ? cuda_rms_norm_backward(kOp, x, params)
+                : cpu::rms_norm_backward(params, torch_executor());
   }
   const at::ScalarType weight_type = given(weight) ? weight->scalar_type() : x.scalar_type();
   return {as_dtype(grad_x, x.scalar_type()), as_dtype(grad_weight, weight_type),
@@ -142,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad_y, const Ten
 
 Tensor call_forward(const Tensor& x, const OptionalTensor& weight, double eps,
                     const OptionalTensor& gate) {
-  static const auto op = find_operator<decltype(forward_cpu)>("efla::_rms_norm_forward");
+  static const auto op = find_operator<decltype(forward_kernel)>("efla::_rms_norm_forward");
   return op.call(x, weight, eps, gate);
 }
 
@@ -157,7 +160,7 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_operator<decltype(backward_cpu)>("efla::_rms_norm_backward");
+    static const auto op = find_operator<decltype(backward_kernel)>("efla::_rms_norm_backward");
     const variable_list saved = ctx->get_saved_variables();
     const bool has_weight = saved[1].defined();
     const bool has_gate = saved[2].defined();
@@ -193,9 +196,15 @@ Tensor rms_norm_composite(const Tensor& x, const OptionalTensor& weight, double 
 
 TORCH_LIBRARY_IMPL(efla, CompositeImplicitAutograd, m) { m.impl("rms_norm", rms_norm_composite); }
 TORCH_LIBRARY_IMPL(efla, CPU, m) {
-  m.impl("_rms_norm_forward", forward_cpu);
-  m.impl("_rms_norm_backward", backward_cpu);
+  m.impl("_rms_norm_forward", forward_kernel);
+  m.impl("_rms_norm_backward", backward_kernel);
 }
+#ifdef EFLA_CUDA
+TORCH_LIBRARY_IMPL(efla, CUDA, m) {
+  m.impl("_rms_norm_forward", forward_kernel);
+  m.impl("_rms_norm_backward", backward_kernel);
+}
+#endif
 TORCH_LIBRARY_IMPL(efla, Meta, m) {
   m.impl("_rms_norm_forward", forward_meta);
   m.impl("_rms_norm_backward", backward_meta);

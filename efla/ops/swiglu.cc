@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "efla/kernels/cpu/layer_ops.h"
+#include "efla/ops/cuda_layer_kernels.h"
 #include "efla/ops/executor.h"
 #include "efla/ops/tensors.h"
 
@@ -33,8 +34,8 @@ void check(const Tensor& gate, const Tensor& up) {
   check_like_gate(gate, "up", up);
 }
 
-cpu::SwigluParams params_of(const Tensor& gate, const Tensor& up) {
-  cpu::SwigluParams p;
+SwigluParams params_of(const Tensor& gate, const Tensor& up) {
+  SwigluParams p;
   p.count = gate.numel();
   p.dtype = kernel_dtype(gate.scalar_type());
   p.gate = gate.const_data_ptr();
@@ -42,37 +43,37 @@ cpu::SwigluParams params_of(const Tensor& gate, const Tensor& up) {
   return p;
 }
 
-Tensor forward_cpu(const Tensor& gate, const Tensor& up) {
+Tensor forward_kernel(const Tensor& gate, const Tensor& up) {
   check(gate, up);
-  const at::ScalarType storage = storage_type(gate.scalar_type());
+  const at::ScalarType storage = storage_type(gate);
   const Tensor g = contiguous(gate, storage);
   const Tensor u = contiguous(up, storage);
   Tensor y = at::empty(gate.sizes(), g.options());
   if (y.numel() != 0) {
-    cpu::SwigluParams p = params_of(g, u);
+    SwigluParams p = params_of(g, u);
     p.y = y.mutable_data_ptr();
-    cpu::swiglu_forward(p, torch_executor());
+    gate.is_cuda() ? cuda_swiglu_forward(kOp, gate, p) : cpu::swiglu_forward(p, torch_executor());
   }
   return as_dtype(y, gate.scalar_type());
 }
 
-std::tuple<Tensor, Tensor> backward_cpu(const Tensor& grad_y, const Tensor& gate, const Tensor& up,
-                                        std::array<bool, 2> wanted) {
+std::tuple<Tensor, Tensor> backward_kernel(const Tensor& grad_y, const Tensor& gate,
+                                           const Tensor& up, std::array<bool, 2> wanted) {
   check(gate, up);
   check_like_gate(gate, "grad_y", grad_y);
-  const at::ScalarType storage = storage_type(gate.scalar_type());
+  const at::ScalarType storage = storage_type(gate);
   const Tensor g = contiguous(gate, storage);
   const Tensor u = contiguous(up, storage);
   const Tensor grad = contiguous(grad_y, storage);
   Tensor grad_gate = wanted[0] ? at::empty(gate.sizes(), g.options()) : absent_like(g);
   Tensor grad_up = wanted[1] ? at::empty(gate.sizes(), g.options()) : absent_like(g);
   if (gate.numel() != 0) {
-    cpu::SwigluBackwardParams p;
+    SwigluBackwardParams p;
     p.forward = params_of(g, u);
     p.grad_y = grad.const_data_ptr();
     if (wanted[0]) p.grad_gate = grad_gate.mutable_data_ptr();
     if (wanted[1]) p.grad_up = grad_up.mutable_data_ptr();
-    cpu::swiglu_backward(p, torch_executor());
+    gate.is_cuda() ? cuda_swiglu_backward(kOp, gate, p) : cpu::swiglu_backward(p, torch_executor());
   }
   return {as_dtype(grad_gate, gate.scalar_type()), as_dtype(grad_up, gate.scalar_type())};
 }
@@ -93,7 +94,7 @@ std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_y, const Tensor& gat
 }
 
 Tensor call_forward(const Tensor& gate, const Tensor& up) {
-  static const auto op = find_operator<decltype(forward_cpu)>("efla::_swiglu_forward");
+  static const auto op = find_operator<decltype(forward_kernel)>("efla::_swiglu_forward");
   return op.call(gate, up);
 }
 
@@ -106,7 +107,7 @@ class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_operator<decltype(backward_cpu)>("efla::_swiglu_backward");
+    static const auto op = find_operator<decltype(backward_kernel)>("efla::_swiglu_backward");
     const variable_list saved = ctx->get_saved_variables();
     const std::array<bool, 2> wanted = {ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
     variable_list out;
@@ -130,9 +131,15 @@ Tensor swiglu_composite(const Tensor& gate, const Tensor& up) {
 
 TORCH_LIBRARY_IMPL(efla, CompositeImplicitAutograd, m) { m.impl("swiglu", swiglu_composite); }
 TORCH_LIBRARY_IMPL(efla, CPU, m) {
-  m.impl("_swiglu_forward", forward_cpu);
-  m.impl("_swiglu_backward", backward_cpu);
+  m.impl("_swiglu_forward", forward_kernel);
+  m.impl("_swiglu_backward", backward_kernel);
 }
+#ifdef EFLA_CUDA
+TORCH_LIBRARY_IMPL(efla, CUDA, m) {
+  m.impl("_swiglu_forward", forward_kernel);
+  m.impl("_swiglu_backward", backward_kernel);
+}
+#endif
 TORCH_LIBRARY_IMPL(efla, Meta, m) {
   m.impl("_swiglu_forward", forward_meta);
   m.impl("_swiglu_backward", backward_meta);

@@ -36,6 +36,11 @@ inline bool is_supported(at::ScalarType t) {
 /// The dtype in which CPU kernels read and write: float16 is widened to a float32 copy.
 inline at::ScalarType storage_type(at::ScalarType t) { return t == at::kHalf ? at::kFloat : t; }
 
+/// The dtype in which the kernels of t's device read and write it.
+inline at::ScalarType storage_type(const at::Tensor& t) {
+  return t.is_cuda() ? t.scalar_type() : storage_type(t.scalar_type());
+}
+
 /// The dtype of states and per-token scalars.
 inline at::ScalarType arithmetic_type(at::ScalarType t) {
   return t == at::kDouble ? at::kDouble : at::kFloat;

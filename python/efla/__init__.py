@@ -30,18 +30,22 @@ _step = torch.ops.efla.step_.default
 _short_conv = torch.ops.efla.short_conv.default
 _rms_norm = torch.ops.efla.rms_norm.default
 _swiglu = torch.ops.efla.swiglu.default
+_check_errors = torch.ops.efla.check_errors.default
+_set_debug = torch.ops.efla.set_debug.default
 
 Rule = Literal["linear", "euler", "rk2", "rk4", "exact", "exact_log"]
 RULES: Tuple[str, ...] = ("linear", "euler", "rk2", "rk4", "exact", "exact_log")
 
 __all__ = [
     "RULES",
+    "check_errors",
     "chunk",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
     "library_path",
     "recurrent",
     "rms_norm",
+    "set_debug",
     "short_conv",
     "step_",
     "swiglu",
@@ -74,7 +78,9 @@ def chunk(
         initial_state: ``[N, HV, K, V]``; zero by default.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: offsets ``[N + 1]`` (int32 or int64) of sequences packed along T; then B = 1.
-            Rows outside ``[cu_seqlens[0], cu_seqlens[-1])`` give o = 0 and zero gradients.
+            Rows outside ``[cu_seqlens[0], cu_seqlens[-1])`` give o = 0 and zero gradients. On the CPU
+            its values are checked at once (beside CUDA tensors too: it is copied); on a GPU by a
+            kernel, see :func:`check_errors`.
         qk_l2norm: divides q and k by their norms, ``x * rsqrt(sum(x * x) + 1e-6)``.
 
     Returns:
@@ -148,7 +154,8 @@ def step_(
         state: ``[P, HV, K, V]`` float32 (float64 for float64 q). Updated through a copy, and so
             slower, if it is not contiguous; its elements must not share memory.
         state_indices: ``[B]`` int32 or int64, the state of each row, all distinct; -1 marks a
-            padding row (o = 0, no state touched). By default row b uses state b, and P = B.
+            padding row (o = 0, no state touched). By default row b uses state b, and P = B. On a
+            GPU an index outside the pool is taken for padding, but for :func:`set_debug`.
 
     Returns:
         o, shaped like v. A call that raises leaves the state as it was.
@@ -239,8 +246,11 @@ def short_conv(
     initial_state: Optional[Tensor] = None,
     output_final_state: bool = False,
     cu_seqlens: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """Causal depthwise convolution over time, ``y[t] = act(sum_w weight[:, w] * x[t - W + 1 + w])``.
+    """Causal depthwise convolution over time.
+
+    ``y[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w])``
 
     Args:
         x: ``[B, T, D]``.
@@ -249,6 +259,7 @@ def short_conv(
         initial_state: ``[N, D, W]`` in x's dtype, the last W inputs before the sequence, oldest first.
         output_final_state: whether to return the last W inputs of each sequence.
         cu_seqlens: as in :func:`chunk`.
+        bias: ``[D]``, float32 or x's dtype; none by default.
 
     Returns:
         y ``[B, T, D]``, and the final state ``[N, D, W]`` or None.
@@ -260,6 +271,7 @@ def short_conv(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        bias=bias,
     )
     return y, final_state if output_final_state else None
 
@@ -280,3 +292,20 @@ def rms_norm(
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``; both have one shape and dtype."""
     return _swiglu(gate, up)
+
+
+def check_errors() -> None:
+    """Waits for the GPUs and raises RuntimeError if a call there was given bad cu_seqlens.
+
+    Values in GPU memory cannot be checked without waiting, so a kernel checks cu_seqlens. If the
+    offsets decrease or pass the end, that call computes nothing (o and gradients are 0, states pass
+    through), and the next operator on that GPU, or this function, raises. Replayed CUDA graphs are
+    checked too.
+    """
+    _check_errors()
+
+
+def set_debug(on: bool) -> None:
+    """Whether :func:`step_` on a GPU waits and checks the values of state_indices first (also on with
+    EFLA_DEBUG=1 in the environment; not inside a captured CUDA graph)."""
+    _set_debug(on)

@@ -116,14 +116,14 @@ class ConvWindow {
       return load_some(d, rows_[i] + c_, n);
     }
   }
-  /// z[j] = sum_w filter[w][c] in[j + w]; filter is [width, stride].
+  /// z[j] = start + sum_w filter[w][c] in[j + w]; filter is [width, stride].
   template <typename S, typename Count>
   HWY_INLINE void filter_sums(D d, const S* filter, int64_t stride, int64_t width, Count n,
-                              Vector<D>* z) const {
+                              Vector<D> start, Vector<D>* z) const {
     const int64_t taps = W > 0 ? W : width;
     Vector<D> sum[N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) sum[j] = hn::Zero(d);
+    for (int j = 0; j < N; ++j) sum[j] = start;
 #pragma GCC unroll 8
     for (int64_t w = 0; w < taps; ++w) {
       const auto f = load_some(d, filter + w * stride + c_, n);
@@ -139,6 +139,12 @@ class ConvWindow {
   const R* const* rows_;
   const int64_t c_;
 };
+
+/// bias[c], bias[c + 1], ...; zeros without a bias.
+template <class D, typename S, typename Count>
+HWY_INLINE Vector<D> load_bias(D d, const S* bias, int64_t c, Count n) {
+  return bias != nullptr ? load_some(d, bias + c, n) : hn::Zero(d);
+}
 
 /// Calls f<N, W>(t) for tokens [begin, end): N tokens at a time, one by one at the end, with the
 /// width that models use known at compile time.

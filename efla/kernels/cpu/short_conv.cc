@@ -19,14 +19,14 @@ namespace {
 
 // Outputs of N consecutive tokens; `rows` are their inputs, width + N - 1 of them.
 template <int N, int W, typename S>
-void convolve_tokens(const S* const* rows, const S* filter, int64_t width, int64_t channels,
-                     bool silu, S* const* y) {
+void convolve_tokens(const S* const* rows, const S* filter, const S* bias, int64_t width,
+                     int64_t channels, bool silu, S* const* y) {
   using D = hn::ScalableTag<Arithmetic<S>>;
   const D d;
   for_vectors(d, channels, [&](int64_t c, auto n) HWY_ATTR {
     const ConvWindow<N, W, D, S> window(d, rows, c, n);
     Vector<D> z[N];
-    window.filter_sums(d, filter, channels, width, n, z);
+    window.filter_sums(d, filter, channels, width, n, load_bias(d, bias, c, n), z);
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
       if (silu) z[j] = hn::Mul(z[j], sigmoid(d, z[j]));
@@ -48,7 +48,8 @@ void forward_blocks(const ShortConvParams& p, const ConvBlock* begin, const Conv
       S* y[N];
       for (int64_t i = 0; i < width + N - 1; ++i) rows[i] = input.row(t - width + 1 + i);
       for (int64_t j = 0; j < N; ++j) y[j] = conv_row<S>(p.y, *b, t + j);
-      convolve_tokens<N, W, S>(rows.data(), filter.data(), width, channels, p.silu, y);
+      convolve_tokens<N, W, S>(rows.data(), filter.data(), static_cast<const S*>(p.bias), width,
+                               channels, p.silu, y);
     });
     if (p.final_state == nullptr || b->end != b->length) continue;
     for (int64_t w = 0; w < width; ++w) rows[w] = input.row(b->length - width + w);

@@ -21,6 +21,7 @@ namespace {
 // activation and dz = dy act'(z):
 //   grad_x[t] = sum_w filter[w] dz[t + W - 1 - w]
 //   grad_filter[w] = sum_t dz[t] x[t - W + 1 + w]
+//   grad_bias = sum_t dz[t]
 // A block recomputes the W - 1 values of dz that follow it, so blocks do not exchange anything.
 template <typename S>
 class BackwardRun {
@@ -34,12 +35,13 @@ class BackwardRun {
         width_(bp.forward.width),
         c0_(c0),
         channels_(channels),
+        bias_(p_.bias ? static_cast<const S*>(p_.bias) + c0 : nullptr),
         input_(bp.forward, c0, channels),
         filter_(width_ * channels),
         reversed_(width_ * channels),
         dz_((block_tokens + width_) * channels),
         tail_(kConvTokens * channels),
-        grad_filter_(width_ * channels),
+        grad_filter_((width_ + 1) * channels),
         rows_(width_ + kConvTokens),
         dz_rows_(width_ + kConvTokens) {
     to_rows(static_cast<const S*>(p_.weight) + c0 * width_, channels, width_, filter_.data(),
@@ -62,9 +64,9 @@ class BackwardRun {
     if (bp_.grad_initial_state != nullptr && b.begin == 0) write_grad_initial_state(b);
   }
 
-  // [W, channels] sums of this run -> partial [W, all channels]
+  // [W + 1, channels] sums of this run -> partial [W + 1, all channels]; the last row is the bias's
   void write_grad_filter(A* partial) const {
-    for (int64_t w = 0; w < width_; ++w)
+    for (int64_t w = 0; w <= width_; ++w)
       std::copy_n(grad_filter_.data() + w * channels_, channels_, partial + w * p_.channels + c0_);
   }
 
@@ -83,7 +85,8 @@ class BackwardRun {
       const ConvWindow<N, W, D, S> window(d, rows_.data(), c, n);
       Vector<D> g[N];
       for (int j = 0; j < N; ++j) g[j] = hn::Zero(d);
-      if (p_.silu) window.filter_sums(d, filter_.data(), channels_, width, n, g);
+      if (p_.silu)
+        window.filter_sums(d, filter_.data(), channels_, width, n, load_bias(d, bias_, c, n), g);
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) {
         const auto out = load_some(d, dy[j] + c, n);
@@ -99,6 +102,12 @@ class BackwardRun {
         for (int j = 0; j < N; ++j) sum = hn::MulAdd(g[j], window.get(d, j + w, n), sum);
         store_some(d, sum, total, n);
       }
+      if (bp_.grad_bias == nullptr) return;
+      A* total = grad_filter_.data() + width * channels_ + c;
+      auto sum = load_some(d, total, n);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) sum = hn::Add(sum, g[j]);
+      store_some(d, sum, total, n);
     });
   }
 
@@ -119,7 +128,7 @@ class BackwardRun {
     for_vectors(d, channels_, [&](int64_t c, auto n) HWY_ATTR {
       const ConvWindow<N, W, D, A> window(d, dz_rows_.data(), c, n);
       Vector<D> g[N];
-      window.filter_sums(d, reversed_.data(), channels_, width, n, g);
+      window.filter_sums(d, reversed_.data(), channels_, width, n, hn::Zero(d), g);
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) {
         if (tail[j] != nullptr) g[j] = hn::Add(g[j], load_some(d, tail[j] + c, n));
@@ -158,17 +167,19 @@ class BackwardRun {
   const ShortConvBackwardParams& bp_;
   const ShortConvParams& p_;
   const int64_t width_, c0_, channels_;
+  const S* bias_;  // [channels] or null
   ConvInput<S> input_;
   std::vector<S> filter_;       // [W, channels]
   std::vector<S> reversed_;     // [W, channels], last tap first
   std::vector<A> dz_;           // [block tokens + W, channels]
   std::vector<A> tail_;         // [kConvTokens, channels]
-  std::vector<A> grad_filter_;  // [W, channels]
+  std::vector<A> grad_filter_;  // [W + 1, channels], the last row for the bias
   std::vector<const S*> rows_;
   std::vector<const A*> dz_rows_;
 };
 
-// partial: [W, all channels] in the arithmetic type, the blocks' share of grad_weight.
+// partial: [W + 1, all channels] in the arithmetic type, the blocks' share of grad_weight and
+// grad_bias.
 void short_conv_backward_blocks(const ShortConvBackwardParams& bp, const ConvBlock* begin,
                                 const ConvBlock* end, int64_t block_tokens, int64_t c0,
                                 int64_t channels, void* partial) {
@@ -195,8 +206,9 @@ constexpr int64_t kBlockTokens = 32;
 constexpr int64_t kBlockChannels = 128;
 constexpr int64_t kGrain = 16384;  // outputs that make a thread worth waking
 
-// grad_weight is summed within fixed groups of blocks and then over the groups in order, so that it
-// does not depend on the number of threads. The number of groups bounds the workspace.
+// grad_weight and grad_bias are summed within fixed groups of blocks and then over the groups in
+// order, so that they do not depend on the number of threads. The number of groups bounds the
+// workspace.
 constexpr int64_t kMaxGroups = 64;
 
 template <typename S>
@@ -208,7 +220,8 @@ void backward(const ShortConvBackwardParams& bp, const Executor& executor) {
   const int64_t per_group = std::max<int64_t>(1, (count + kMaxGroups - 1) / kMaxGroups);
   const int64_t groups = (count + per_group - 1) / per_group;
   const int64_t slices = (p.channels + kBlockChannels - 1) / kBlockChannels;
-  std::vector<A> partial(groups * p.width * p.channels);
+  const int64_t rows = p.width + 1;
+  std::vector<A> partial(groups * rows * p.channels);
   const int64_t unit_outputs =
       std::max<int64_t>(1, p.batch * p.tokens * p.channels / std::max<int64_t>(1, groups * slices));
   parallel_ranges(executor, groups * slices, kGrain / unit_outputs,
@@ -219,17 +232,20 @@ void backward(const ShortConvBackwardParams& bp, const Executor& executor) {
                       run(bp, blocks.data() + group * per_group,
                           blocks.data() + std::min((group + 1) * per_group, count), kBlockTokens,
                           c0, std::min(kBlockChannels, p.channels - c0),
-                          partial.data() + group * p.width * p.channels);
+                          partial.data() + group * rows * p.channels);
                     }
                   });
-  if (bp.grad_weight == nullptr) return;
-  A* out = static_cast<A*>(bp.grad_weight);
-  for (int64_t w = 0; w < p.width; ++w)
+  // out[c * stride] = the groups' sums of row w
+  const auto total = [&](int64_t w, A* out, int64_t stride) {
     for (int64_t c = 0; c < p.channels; ++c) {
       A sum = 0;
-      for (int64_t g = 0; g < groups; ++g) sum += partial[(g * p.width + w) * p.channels + c];
-      out[c * p.width + w] = sum;
+      for (int64_t g = 0; g < groups; ++g) sum += partial[(g * rows + w) * p.channels + c];
+      out[c * stride] = sum;
     }
+  };
+  if (bp.grad_weight != nullptr)
+    for (int64_t w = 0; w < p.width; ++w) total(w, static_cast<A*>(bp.grad_weight) + w, p.width);
+  if (bp.grad_bias != nullptr) total(p.width, static_cast<A*>(bp.grad_bias), 1);
 }
 
 }  // namespace

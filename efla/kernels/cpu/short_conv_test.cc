@@ -13,7 +13,7 @@ namespace {
 struct ConvCase {
   int64_t batch = 1, tokens = 10, channels = 20, width = 4;
   DType dtype = DType::kFloat32;
-  bool silu = true, initial = true;
+  bool silu = true, initial = true, bias = false;
   std::vector<int64_t> cu_seqlens = {};
   int64_t sequences() const {
     return cu_seqlens.empty() ? batch : static_cast<int64_t>(cu_seqlens.size()) - 1;
@@ -32,6 +32,7 @@ class ConvData {
       : c_(c),
         x(Array::random(c.dtype, rows() * token(), 1)),
         weight(Array::random(c.dtype, c.channels * c.width, 2)),
+        bias(Array::random(c.dtype, c.channels, 6)),
         initial(Array::random(c.dtype, states(), 3)),
         grad_y(Array::random(c.dtype, rows() * token(), 4)),
         grad_final(Array::random(c.dtype, states(), 5)),
@@ -39,6 +40,7 @@ class ConvData {
         final_state(c.dtype, states()),
         grad_x(c.dtype, rows() * token()),
         grad_weight(arithmetic_dtype(c.dtype), c.channels * c.width),
+        grad_bias(arithmetic_dtype(c.dtype), c.channels),
         grad_initial(c.dtype, states()) {}
 
   int64_t rows() const { return c_.batch * c_.tokens; }
@@ -56,6 +58,7 @@ class ConvData {
     p.silu = c_.silu;
     p.x = {x.data(), c_.tokens * token(), token(), 0};
     p.weight = weight.data();
+    p.bias = c_.bias ? bias.data() : nullptr;
     p.initial_state = c_.initial ? initial.data() : nullptr;
     p.cu_seqlens = c_.cu_seqlens.empty() ? nullptr : c_.cu_seqlens.data();
     p.y = {y.data(), c_.tokens * token(), token(), 0};
@@ -68,6 +71,7 @@ class ConvData {
     p.grad_y = {grad_y.data(), c_.tokens * token(), token(), 0};
     p.grad_x = {grad_x.data(), c_.tokens * token(), token(), 0};
     p.grad_weight = grad_weight.data();
+    p.grad_bias = c_.bias ? grad_bias.data() : nullptr;
     p.grad_final_state = grad_final.data();
     p.grad_initial_state = grad_initial.data();
     return p;
@@ -85,11 +89,12 @@ class ConvData {
   }
 
   ConvCase c_;
-  Array x, weight, initial, grad_y, grad_final, y, final_state, grad_x, grad_weight, grad_initial;
+  Array x, weight, bias, initial, grad_y, grad_final;
+  Array y, final_state, grad_x, grad_weight, grad_bias, grad_initial;
 };
 
 struct Reference {
-  std::vector<double> y, final_state, grad_x, grad_weight, grad_initial;
+  std::vector<double> y, final_state, grad_x, grad_weight, grad_bias, grad_initial;
 };
 
 // All of it, channel by channel: the inputs of one channel of one sequence are a vector `in` of its
@@ -101,6 +106,7 @@ Reference reference(const ConvData& data) {
   r.y.assign(data.rows() * D, 0.0);
   r.grad_x = r.y;
   r.grad_weight.assign(D * W, 0.0);
+  r.grad_bias.assign(D, 0.0);
   r.final_state.assign(data.states(), 0.0);
   r.grad_initial = r.final_state;
   for (int64_t n = 0; n < c.sequences(); ++n) {
@@ -112,11 +118,12 @@ Reference reference(const ConvData& data) {
       for (int64_t w = 0; w < W; ++w) in[w] = c.initial ? data.initial.get(state + w) : 0.0;
       for (int64_t t = 0; t < length; ++t) in[W + t] = data.x.get((first + t) * data.token() + d);
       for (int64_t t = 0; t < length; ++t) {
-        double z = 0;
+        double z = c.bias ? data.bias.get(d) : 0.0;
         for (int64_t w = 0; w < W; ++w) z += data.weight.get(d * W + w) * in[t + 1 + w];
         r.y[(first + t) * D + d] = c.silu ? silu(z) : z;
         const double dz =
             data.grad_y.get((first + t) * data.token() + d) * (c.silu ? silu_slope(z) : 1.0);
+        r.grad_bias[d] += dz;
         for (int64_t w = 0; w < W; ++w) {
           grad_in[t + 1 + w] += dz * data.weight.get(d * W + w);
           r.grad_weight[d * W + w] += dz * in[t + 1 + w];
@@ -136,7 +143,7 @@ Reference reference(const ConvData& data) {
 void expect_matches_reference(const ConvCase& c) {
   SCOPED_TRACE(testing::Message() << dtype_name(c.dtype) << " T " << c.tokens << " D " << c.channels
                                   << " W " << c.width << " silu " << c.silu << " initial "
-                                  << c.initial);
+                                  << c.initial << " bias " << c.bias);
   for_each_target([&] {
     ConvData data(c);
     data.run(threaded_executor(3));
@@ -147,6 +154,9 @@ void expect_matches_reference(const ConvCase& c) {
     expect_close(data.dense(data.grad_x), expected.grad_x, tol, "grad_x");
     expect_close(data.grad_weight.values(), expected.grad_weight,
                  tolerance(arithmetic_dtype(c.dtype)), "grad_weight");
+    if (c.bias)
+      expect_close(data.grad_bias.values(), expected.grad_bias,
+                   tolerance(arithmetic_dtype(c.dtype)), "grad_bias");
     if (c.initial)
       expect_close(data.grad_initial.values(), expected.grad_initial, tol, "grad_initial");
   });
@@ -156,15 +166,17 @@ TEST(ShortConv, EveryStorageTypeWidthAndActivation) {
   for (const DType dtype : kStorageTypes)
     for (const int64_t width : {1, 2, 3, 4, 7})
       for (const bool silu : {false, true})
-        for (const bool initial : {false, true}) {
-          ConvCase c;
-          c.batch = 2;
-          c.dtype = dtype;
-          c.width = width;
-          c.silu = silu;
-          c.initial = initial;
-          expect_matches_reference(c);
-        }
+        for (const bool initial : {false, true})
+          for (const bool bias : {false, true}) {
+            ConvCase c;
+            c.batch = 2;
+            c.dtype = dtype;
+            c.width = width;
+            c.silu = silu;
+            c.initial = initial;
+            c.bias = bias;
+            expect_matches_reference(c);
+          }
 }
 
 TEST(ShortConv, OddSizesAndSequencesShorterThanTheFilter) {
@@ -173,6 +185,7 @@ TEST(ShortConv, OddSizesAndSequencesShorterThanTheFilter) {
       ConvCase c;
       c.tokens = tokens;
       c.channels = channels;
+      c.bias = true;
       expect_matches_reference(c);
     }
 }
@@ -182,7 +195,7 @@ TEST(ShortConv, PackedSequencesWithEmptyOnesAndPadding) {
     for (const bool initial : {false, true}) {
       ConvCase c;
       c.dtype = dtype;
-      c.initial = initial;
+      c.initial = c.bias = initial;
       c.tokens = 180;
       c.cu_seqlens = {5, 5, 6, 8, 8, 80, 150, 150};
       expect_matches_reference(c);
@@ -194,6 +207,7 @@ TEST(ShortConv, ReferenceGradientIsTheDifferenceQuotient) {
   c.dtype = DType::kFloat64;
   c.tokens = 6;
   c.channels = 3;
+  c.bias = true;
   ConvData data(c);
   const Reference base = reference(data);
   const auto loss = [&] {
@@ -216,6 +230,7 @@ TEST(ShortConv, ReferenceGradientIsTheDifferenceQuotient) {
   };
   for (int64_t i = 0; i < data.weight.size(); ++i)
     expect_slope(data.weight, i, base.grad_weight[i]);
+  for (int64_t d = 0; d < c.channels; ++d) expect_slope(data.bias, d, base.grad_bias[d]);
   for (int64_t i = 0; i < data.states(); ++i) expect_slope(data.initial, i, base.grad_initial[i]);
   for (int64_t i = 0; i < data.rows(); ++i)
     for (int64_t d = 0; d < c.channels; ++d)
@@ -249,12 +264,14 @@ TEST(ShortConv, SameBitsForAnyThreads) {
   ConvCase c;
   c.tokens = 700;
   c.channels = 300;
+  c.bias = true;
   ConvData one(c), many(c);
   one.run({});
   many.run(threaded_executor(6));
   EXPECT_EQ(one.dense(one.y), many.dense(many.y));
   EXPECT_EQ(one.dense(one.grad_x), many.dense(many.grad_x));
   EXPECT_TRUE(one.grad_weight.same_bits(many.grad_weight));
+  EXPECT_TRUE(one.grad_bias.same_bits(many.grad_bias));
   EXPECT_TRUE(one.grad_initial.same_bits(many.grad_initial));
 }
 
