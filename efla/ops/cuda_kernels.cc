@@ -41,7 +41,7 @@ void cuda_forward(const DeltaRuleArguments& a, const ForwardParams& params, bool
     check_launch(a, cuda::recurrent_forward(params, stream));
     return;
   }
-  const at::Tensor scratch = workspace(a.q, cuda::chunk_forward_workspace(p));
+  const at::Tensor scratch = workspace(a.q, cuda::chunk_forward_workspace(params));
   check_launch(a, cuda::chunk_forward(params, scratch.mutable_data_ptr(), stream));
 }
 

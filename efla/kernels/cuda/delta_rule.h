@@ -10,14 +10,22 @@
 
 namespace efla::cuda {
 
-/// Bytes that chunk_forward needs as workspace (256-byte aligned); looks at the sizes only.
-int64_t chunk_forward_workspace(const Problem& problem);
+/// Which kernels run a problem.
+enum class Family {
+  kAuto,      // those made for the device and the problem, else the portable ones
+  kPortable,  // mma.sync, for any device of compute capability 8.0 or newer
+};
+
+/// Bytes that chunk_forward needs as workspace (256-byte aligned); looks at sizes, strides and
+/// alignment only.
+int64_t chunk_forward_workspace(const ForwardParams& params, Family family = Family::kAuto);
 
 /// Chunkwise forward for K <= 256. params.checkpoints is not supported (must be null). float inputs
 /// are multiplied as TF32 x 3, relative error about 1e-6; bfloat16 and half on tensor cores with
 /// float accumulation. Returns the launch's error; cudaErrorInvalidValue for a dtype or a size it
 /// does not have.
-cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream);
+cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream,
+                          Family family = Family::kAuto);
 
 /// Bytes that chunk_backward needs as workspace.
 int64_t chunk_backward_workspace(const Problem& problem);

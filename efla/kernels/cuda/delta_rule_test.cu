@@ -1,35 +1,12 @@
 // The CUDA kernels against the float64 reference on the same rounded inputs, every output poisoned
 // with NaN first. Needs a GPU (label gpu).
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <gtest/gtest.h>
+#include "efla/kernels/cuda/delta_rule_test.h"
 
-#include <cmath>
-#include <cstring>
-#include <random>
-#include <string>
-#include <vector>
-
-#include "efla/flow/reference.h"
 #include "efla/kernels/cuda/delta_rule.h"
 
 namespace efla::cuda {
 namespace {
-
-#define CUDA_OK(call) ASSERT_EQ((call), cudaSuccess) << cudaGetErrorString(cudaGetLastError())
-
-struct Case {
-  std::string name;
-  int64_t batch, tokens, heads, value_heads, key_dim, value_dim;
-  Rule rule = Rule::kExact;
-  bool decay = false, l2norm = false, initial = true;
-  std::vector<int64_t> cu_seqlens = {};
-  double log_norm_spread = 1.0;  // key norms are e^uniform(-spread, spread)
-  double slack = 1.0;  // on 16-bit tolerances, where few numbers do not average their roundings
-};
-
-std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
 
 std::vector<Case> cases() {
   std::vector<Case> all = {
@@ -87,121 +64,6 @@ std::vector<Case> cases() {
   return all;
 }
 
-template <typename T>
-std::vector<T> rounded(std::vector<double>& x) {
-  std::vector<T> y(x.size());
-  for (size_t i = 0; i < x.size(); ++i) {
-    y[i] = T(static_cast<float>(x[i]));
-    x[i] = static_cast<double>(static_cast<float>(y[i]));
-  }
-  return y;
-}
-
-// Device memory that holds a copy of a vector, or NaN bytes.
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(const std::vector<T>& host) : size_(host.size()) {
-    cudaMalloc(&data_, size_ * sizeof(T) + 16);
-    cudaMemcpy(data_, host.data(), size_ * sizeof(T), cudaMemcpyHostToDevice);
-  }
-  explicit Buffer(size_t size) : size_(size) {
-    cudaMalloc(&data_, size_ * sizeof(T) + 16);
-    cudaMemset(data_, 0xff, size_ * sizeof(T));  // NaN in every float type
-  }
-  Buffer(const Buffer&) = delete;
-  ~Buffer() { cudaFree(data_); }
-  T* data() { return data_; }
-  std::vector<T> host() const {
-    std::vector<T> out(size_);
-    cudaMemcpy(out.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost);
-    return out;
-  }
-
- private:
-  size_t size_;
-  T* data_ = nullptr;
-};
-
-template <typename T>
-double relative_rms(const std::vector<T>& x, const std::vector<double>& reference) {
-  double error = 0, norm = 0;
-  for (size_t i = 0; i < reference.size(); ++i) {
-    const double d = static_cast<double>(static_cast<float>(x[i])) - reference[i];
-    error += d * d;
-    norm += reference[i] * reference[i];
-  }
-  return std::sqrt(error / (norm + 1e-30));
-}
-
-template <typename T>
-struct Setup {
-  ReferenceProblem reference;
-  Problem problem;
-  std::vector<T> q, k, v;
-  std::vector<float> beta, log_decay, state;
-  std::unique_ptr<Buffer<T>> dq, dk, dv;
-  std::unique_ptr<Buffer<float>> dbeta, ddecay, dstate;
-  std::unique_ptr<Buffer<int64_t>> dcu;
-};
-
-template <typename T>
-constexpr DType dtype_of() {
-  if (std::is_same_v<T, float>) return DType::kFloat32;
-  return std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-}
-
-template <typename T>
-void make(const Case& c, Setup<T>& s) {
-  std::mt19937 rng(7);
-  std::normal_distribution<double> normal;
-  std::uniform_real_distribution<double> uniform;
-  auto& r = s.reference;
-  r.batch = c.batch, r.tokens = c.tokens, r.heads = c.heads, r.value_heads = c.value_heads;
-  r.key_dim = c.key_dim, r.value_dim = c.value_dim, r.rule = c.rule;
-  r.qk_l2norm = c.l2norm, r.scale = 1 / std::sqrt(double(c.key_dim)), r.cu_seqlens = c.cu_seqlens;
-  const auto fill = [&](std::vector<double>& x, int64_t n) {
-    x.resize(n);
-    for (auto& e : x) e = normal(rng);
-  };
-  const int64_t rows = c.batch * c.tokens;
-  fill(r.q, rows * c.heads * c.key_dim);
-  fill(r.k, rows * c.heads * c.key_dim);
-  for (int64_t i = 0; i < rows * c.heads; ++i) {
-    const double target = std::exp(c.log_norm_spread * (2 * uniform(rng) - 1));
-    for (int64_t d = 0; d < c.key_dim; ++d) r.k[i * c.key_dim + d] *= target / std::sqrt(c.key_dim);
-  }
-  fill(r.v, rows * c.value_heads * c.value_dim);
-  r.beta.resize(rows * c.value_heads);
-  for (auto& e : r.beta) e = uniform(rng);
-  if (c.decay) {
-    r.log_decay.resize(rows * c.value_heads);
-    for (auto& e : r.log_decay) e = -0.3 * uniform(rng);
-  }
-  if (c.initial) fill(r.initial_state, r.sequences() * c.value_heads * c.key_dim * c.value_dim);
-  s.q = rounded<T>(r.q), s.k = rounded<T>(r.k), s.v = rounded<T>(r.v);
-  s.beta = rounded<float>(r.beta), s.log_decay = rounded<float>(r.log_decay);
-  s.state = rounded<float>(r.initial_state);
-  s.dq = std::make_unique<Buffer<T>>(s.q), s.dk = std::make_unique<Buffer<T>>(s.k);
-  s.dv = std::make_unique<Buffer<T>>(s.v), s.dbeta = std::make_unique<Buffer<float>>(s.beta);
-  s.ddecay = std::make_unique<Buffer<float>>(s.log_decay);
-  s.dstate = std::make_unique<Buffer<float>>(s.state);
-  s.dcu = std::make_unique<Buffer<int64_t>>(c.cu_seqlens);
-
-  Problem& p = s.problem;
-  p.shape = {c.batch, c.tokens, c.heads, c.value_heads, c.key_dim, c.value_dim, r.sequences()};
-  p.dtype = dtype_of<T>(), p.rule = c.rule, p.scale = r.scale, p.qk_l2norm = c.l2norm;
-  const auto view = [&](const void* data, int64_t heads, int64_t dim) {
-    return View{data, c.tokens * heads * dim, heads * dim, dim};
-  };
-  p.q = view(s.dq->data(), c.heads, c.key_dim), p.k = view(s.dk->data(), c.heads, c.key_dim);
-  p.v = view(s.dv->data(), c.value_heads, c.value_dim);
-  p.beta = view(s.dbeta->data(), c.value_heads, 1);
-  if (c.decay) p.log_decay = view(s.ddecay->data(), c.value_heads, 1);
-  if (c.initial) p.initial_state = s.dstate->data();
-  if (!c.cu_seqlens.empty()) p.cu_seqlens = s.dcu->data();
-}
-
 enum class Kernel { kRecurrent, kChunk };
 
 template <typename T>
@@ -218,8 +80,8 @@ void check(const Case& c, Kernel kernel, double tolerance) {
               c.value_dim};
   params.final_state = final_state.data();
   if (kernel == Kernel::kChunk) {
-    Buffer<unsigned char> workspace(chunk_forward_workspace(s.problem));
-    CUDA_OK(chunk_forward(params, workspace.data(), nullptr));
+    Buffer<unsigned char> workspace(chunk_forward_workspace(params, Family::kPortable));
+    CUDA_OK(chunk_forward(params, workspace.data(), nullptr, Family::kPortable));
     CUDA_OK(cudaDeviceSynchronize());
   } else {
     CUDA_OK(recurrent_forward(params, nullptr));
@@ -272,15 +134,6 @@ void check_backward(const Case& c, double tolerance) {
   if (c.decay) EXPECT_LE(relative_rms(decay.host(), expected.log_decay), tolerance) << "log_decay";
   EXPECT_LE(relative_rms(state.host(), expected.initial_state), tolerance) << "initial state";
 }
-
-class DeltaRule : public testing::TestWithParam<Case> {
-  void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-      GTEST_SKIP() << "no CUDA device here";
-    }
-  }
-};
 
 TEST_P(DeltaRule, RecurrentFloat) { check<float>(GetParam(), Kernel::kRecurrent, 1e-5); }
 TEST_P(DeltaRule, RecurrentBFloat16) { check<__nv_bfloat16>(GetParam(), Kernel::kRecurrent, 4e-3); }

@@ -3,6 +3,7 @@
 
 #include "efla/kernels/cuda/delta_rule.h"
 #include "efla/kernels/cuda/portable/chunk_launch.cuh"
+#include "efla/kernels/cuda/sm90/scan.h"
 
 namespace efla::cuda {
 namespace {
@@ -136,9 +137,13 @@ cudaError_t sum_group(const Problem& p, const void* parts, const MutableView& gr
 
 }  // namespace
 
-int64_t chunk_forward_workspace(const Problem& problem) {
+int64_t chunk_forward_workspace(const ForwardParams& params, Family family) {
+  const Problem& p = params.problem;
+  if (family == Family::kAuto && sm90::scan_applies(params)) {
+    return sm90::scan_workspace(p, sm90::plan_scan(p));
+  }
   Arena arena(nullptr);
-  make_args(problem, arena);
+  make_args(p, arena);
   return arena.used();
 }
 
@@ -150,17 +155,21 @@ int64_t chunk_backward_workspace(const Problem& problem) {
   return arena.used();
 }
 
-cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream) {
+cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream,
+                          Family family) {
   const Problem& p = params.problem;
   if (params.checkpoints || p.dtype == DType::kFloat64) return cudaErrorInvalidValue;
-  Arena arena(workspace);
-  ChunkArgs a = make_args(p, arena);
-  a.o = params.o;
-  a.final_state = static_cast<float*>(params.final_state);
   if (auto e = zero_slack(p, params.o, p.shape.value_heads, p.shape.value_dim,
                           element_size(p.dtype), stream)) {
     return e;
   }
+  if (family == Family::kAuto && sm90::scan_applies(params)) {
+    return sm90::scan_forward(params, sm90::plan_scan(p), workspace, stream);
+  }
+  Arena arena(workspace);
+  ChunkArgs a = make_args(p, arena);
+  a.o = params.o;
+  a.final_state = static_cast<float*>(params.final_state);
   return dispatch(p.dtype, a, false, stream);
 }
 

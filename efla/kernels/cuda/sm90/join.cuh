@@ -1,0 +1,81 @@
+// Joins the parts of split sequences: S_p+1 = M_p S_p + N_p, part after part in float. Nothing is
+// dropped: the exact flow without a gate forgets nothing that a later part could do without.
+#pragma once
+
+#include "efla/kernels/cuda/sm90/chunk.cuh"
+
+namespace efla::cuda::sm90 {
+
+inline constexpr int kJoinColumns = 16;  // of V per block
+inline constexpr int kJoinThreads = 256;
+
+// grid (sequences * HV, V / kJoinColumns). Writes the state before each part to `states`, which the
+// parts' walks start from, and the final state of empty sequences, which have no part.
+template <int kK>
+__global__ void __launch_bounds__(kJoinThreads)
+    join_kernel(const ScanArgs args, float* states, int64_t slots) {
+  constexpr int kRows = kK / 32;  // per thread
+  __shared__ __align__(16) float state[2][kK][kJoinColumns];
+  const ChunkArgs& a = args.common;
+  const int64_t sequence = blockIdx.x / a.value_heads;
+  const int hv = static_cast<int>(blockIdx.x % a.value_heads);
+  int64_t first, tokens = a.tokens;
+  if (a.cu_seqlens) {
+    first = sequence + a.cu_seqlens[sequence] / args.part_tokens;
+    tokens = a.cu_seqlens[sequence + 1] - a.cu_seqlens[sequence];
+  } else {
+    first = sequence * ((a.tokens + args.part_tokens - 1) / args.part_tokens);
+  }
+  const int parts =
+      static_cast<int>((max(tokens, int64_t{0}) + args.part_tokens - 1) / args.part_tokens);
+  const int row = threadIdx.x / 8 * kRows, column = threadIdx.x % 8 * 2;
+  const int64_t size = int64_t{kK} * a.value_dim, offset = blockIdx.y * kJoinColumns + column;
+  float2 x[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    x[i] = make_float2(0.f, 0.f);
+    if (a.initial_state) {
+      x[i] = *reinterpret_cast<const float2*>(a.initial_state +
+                                              (sequence * a.value_heads + hv) * size +
+                                              (row + i) * a.value_dim + offset);
+    }
+  }
+  for (int p = 0; p < parts; ++p) {
+    const int64_t place = ((first + p) * a.value_heads + hv) * size;
+    auto& s = state[p % 2];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      *reinterpret_cast<float2*>(&s[row + i][column]) = x[i];
+      *reinterpret_cast<float2*>(states + place + (row + i) * a.value_dim + offset) = x[i];
+    }
+    if (p + 1 == parts) break;
+    __syncthreads();
+    const float* add = args.part_results + place;
+    const float* transition = args.part_results + slots * a.value_heads * size + place;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      x[i] = *reinterpret_cast<const float2*>(add + (row + i) * a.value_dim + offset);
+    }
+#pragma unroll 8
+    for (int k = 0; k < kK; k += 4) {
+      float2 y[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y[j] = *reinterpret_cast<const float2*>(&s[k + j][column]);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float4 m = *reinterpret_cast<const float4*>(transition + (row + i) * kK + k);
+        x[i].x += m.x * y[0].x + m.y * y[1].x + m.z * y[2].x + m.w * y[3].x;
+        x[i].y += m.x * y[0].y + m.y * y[1].y + m.z * y[2].y + m.w * y[3].y;
+      }
+    }
+  }
+  if (parts == 0 && a.final_state) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      *reinterpret_cast<float2*>(a.final_state + (sequence * a.value_heads + hv) * size +
+                                 (row + i) * a.value_dim + offset) = x[i];
+    }
+  }
+}
+
+}  // namespace efla::cuda::sm90

@@ -1,0 +1,424 @@
+// The serial part of the forward on Hopper: one block per (part of a sequence, value head, tile of
+// V). A warpgroup per 64 columns of V holds its rows of the transposed state, S^T [64, K], in float
+// registers for the whole walk; the auxiliary warpgroup prepares chunks ahead (prepare.cuh); one
+// thread feeds both through the copy engine. Per chunk of 64 tokens
+//
+//   R^T = w V^T - e (S^T K^T)        U^T = R^T A_hat^T
+//   O^T = gate_q (S^T Q^T) + U^T P_hat^T
+//   S^T = Gamma_C S^T + (gate_k U^T) K
+//
+// with the per-token scalars of ScalarRow along the columns. The next chunk's S^T K^T runs while
+// this chunk's output is rounded and stored; o takes v's place in shared memory.
+#pragma once
+
+#include "efla/kernels/cuda/sm90/prepare.cuh"
+
+namespace efla::cuda::sm90 {
+
+// What a walk is for.
+enum class Walk {
+  kOutput,   // o and the final state
+  kAdvance,  // the state after each part, and (blockIdx.y = 1) the part's transition
+};
+
+template <int kK, int kV, Walk kWalk>
+struct ScanShared {
+  static constexpr int kGroups = kV / 64;
+  static constexpr int kTile = kC * 128;
+  static constexpr int kStages = 3;
+  static constexpr bool kOutput = kWalk == Walk::kOutput;
+
+  unsigned char k[kStages][kK / 64][kTile];
+  unsigned char q[kOutput ? kStages : 1][kOutput ? kK / 64 : 1][kOutput ? kTile : 1024];
+  unsigned char v[kStages][kGroups][kTile];
+  unsigned char inverse[2][kTile];
+  unsigned char scores[kOutput ? 2 : 1][kOutput ? kTile : 1024];
+  PrepareScratch scratch;
+  ChunkScalars scalars[2];
+  Barrier keys_full[kStages], keys_free[kStages];      // k and q
+  Barrier values_full[kStages], values_free[kStages];  // v, later o
+  Barrier ready[2], triangles_free[2];                 // inverse, scores, scalars
+};
+
+// Position in a ring of buffers: which one is next, and the parity of its present round.
+template <int kSize>
+struct Ring {
+  int index = 0;
+  uint32_t round = 0;
+  __device__ __forceinline__ void advance() {
+    if (++index == kSize) index = 0, round ^= 1;
+  }
+};
+
+template <typename Shared>
+__device__ __forceinline__ void init_barriers(Shared& s) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Shared::kStages; ++i) {
+      s.keys_full[i].init(1);
+      s.keys_free[i].init(4 * Shared::kGroups);
+      s.values_full[i].init(1);
+      s.values_free[i].init(Shared::kOutput ? Shared::kGroups : 4 * Shared::kGroups);
+    }
+    for (int i = 0; i < 2; ++i) {
+      s.ready[i].init(kWarpgroup);
+      s.triangles_free[i].init(4 * Shared::kGroups);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+}
+
+// The feeding thread.
+template <int kK, int kV, Walk kWalk>
+__device__ __forceinline__ void feed(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
+                                     const Place& p, bool values) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  constexpr int kOperands = Shared::kOutput ? 2 : 1;
+  const int chunks = chunks_of(p), row = static_cast<int>(p.row);
+  int token = static_cast<int>(p.begin);
+  Ring<Shared::kStages> ring;
+  for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
+    const int i = ring.index;
+    s.keys_free[i].wait(ring.round ^ 1);
+    s.keys_full[i].arrive_expecting(kOperands * kK * kC * 2);
+    for (int j = 0; j < kK / 64; ++j) {
+      load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, p.hk, token, row);
+      if constexpr (Shared::kOutput) {
+        load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, p.hk, token, row);
+      }
+    }
+    if (!values) continue;
+    s.values_free[i].wait(ring.round ^ 1);
+    s.values_full[i].arrive_expecting(kV * kC * 2);
+    for (int j = 0; j < kV / 64; ++j) {
+      load_box(s.v[i][j], maps.v, s.values_full[i], p.column0 + 64 * j, p.hv, token, row);
+    }
+  }
+}
+
+// The auxiliary warpgroup.
+template <typename T, int kK, int kV, bool kErase, Walk kWalk>
+__device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
+                                        const Place& p, bool values) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  int thread = threadIdx.x % kWarpgroup;
+  // Above the diagonal the triangles stay zero.
+  for (int i = thread; i < static_cast<int>(sizeof(s.inverse)) / 16; i += kWarpgroup) {
+    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);
+  }
+  for (int i = thread; i < static_cast<int>(sizeof(s.scores)) / 16; i += kWarpgroup) {
+    reinterpret_cast<uint4*>(s.scores)[i] = make_uint4(0, 0, 0, 0);
+  }
+  Ring<Shared::kStages> ring;
+  Ring<2> out;
+  const int row = static_cast<int>(p.row), hv = p.hv;
+  int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
+  TokenInput input = read_token(a, row, token + thread, hv, thread < min(kC, left));
+  float kk[32];
+  // Starts K K^T of the ring's chunk. What lies behind the sequence may be anything, NaN too.
+  const auto start = [&](int tokens) {
+    unsigned char* k = s.k[ring.index][0];
+    s.keys_full[ring.index].wait(ring.round);
+    if (tokens < kC) {
+      if (thread >= tokens && thread < kC) zero_row(k, kK / 64, thread);
+      fence_async_proxy();
+      sync_prepare();
+    }
+    multiply_keys<T, kK>(kk, k, k);
+  };
+  if (left > 0) {
+    start(min(kC, left));
+    wait_products<0>();
+    pin(kk);
+  }
+#pragma unroll 1
+  while (left > 0) {
+    hide(thread);  // or the addresses of all that follows are kept across chunks, and spill
+    const int i = ring.index, j = out.index, tokens = min(kC, left);
+    left -= kC;
+    token += kC;
+    const TokenInput later = read_token(a, row, token + thread, hv, thread < min(kC, left));
+    s.triangles_free[j].wait(out.round ^ 1);
+    if (values && tokens < kC) {
+      s.values_full[i].wait(ring.round);
+      if (thread >= tokens && thread < kC) zero_row(s.v[i][0], kV / 64, thread);
+    }
+    prepare_chunk<T, kK, kErase, Shared::kOutput>(
+        a, s.scratch, kk, s.k[i][0], s.q[Shared::kOutput ? i : 0][0],
+        s.scores[Shared::kOutput ? j : 0], s.scalars[j], input, tokens, thread);
+    ring.advance();
+    if constexpr (kErase) sync_prepare();
+    if (left > 0) start(min(kC, left));  // while the inverse is made
+    if constexpr (kErase) {
+      invert(s.scratch, thread);
+      store_inverse<T>(s.scratch, s.inverse[j], thread);
+    }
+    fence_async_proxy();
+    s.ready[j].arrive();
+    out.advance();
+    input = later;
+    wait_products<0>();  // the compiler keeps no products in flight across iterations
+    pin(kk);
+  }
+}
+
+// A pair of per-token scalars, of columns 8 j + 2 t and the next.
+__device__ __forceinline__ float2 scalar_pair(const float (&row)[kC], int j) {
+  return *reinterpret_cast<const float2*>(&row[8 * j + threadIdx.x % 4 * 2]);
+}
+
+// The A operand of 16 inner elements from two neighbouring column groups of an accumulator.
+template <typename T>
+__device__ __forceinline__ void pack_step(uint32_t (&a)[4], const float* d) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = pack<T>(d[2 * i], d[2 * i + 1]);
+}
+
+// Reads or writes a thread's part of a float state [K, V] in global memory: `visit(offset, x)`.
+template <int kK, typename Visit>
+__device__ __forceinline__ void visit_state(float (&state)[kK / 2], int64_t value_dim, int column,
+                                            Visit visit) {
+  const int lane = threadIdx.x % 32, v = column + threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int n = 0; n < kK / 8; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int k = n * 8 + lane % 4 * 2 + i % 2;
+      visit(k * value_dim + v + i / 2 * 8, state[4 * n + i]);
+    }
+  }
+}
+
+// S^T K^T (or with q in k's place, S^T Q^T) of one warpgroup.
+template <typename T, int kK>
+__device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&state)[kK / 16][4],
+                                               const void* k) {
+  const uint64_t b = describe_rows(k);
+#pragma unroll
+  for (int i = 0; i < kK / 16; ++i) {
+    product<T>(d, state[i], b + i / 4 * (kC * 128 / 16) + i % 4 * 2, i > 0);
+  }
+  commit_products();
+}
+
+// R^T [64, kC] packed for the next product, from S^T K^T and the tile v.
+template <typename T>
+__device__ __forceinline__ void make_r(uint32_t (&packed)[4][4], const float (&r)[32],
+                                       uint32_t tile, const ChunkScalars& scalars, bool values) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t v[4] = {};
+    if (values) ldmatrix_x4_transposed(v, tile + i * 16 * 128);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {  // column group 2 i + j / 2, rows g + 8 (j % 2)
+      const float2 erase = scalar_pair(scalars.erase, 2 * i + j / 2);
+      const float2 write = scalar_pair(scalars.write, 2 * i + j / 2);
+      const float2 x = unpack<T>(v[j]);
+      packed[i][j] = pack<T>(write.x * x.x - erase.x * r[8 * i + 2 * j],
+                             write.y * x.y - erase.y * r[8 * i + 2 * j + 1]);
+    }
+  }
+}
+
+// A warpgroup with 64 rows of S^T.
+template <typename T, int kK, int kV, bool kErase, Walk kWalk>
+__device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
+                                     ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  constexpr int kStages = Shared::kStages;
+  constexpr bool kOutput = Shared::kOutput;
+  const ChunkArgs& a = args.common;
+  if (p.sequence < 0) return;
+  const int chunks = chunks_of(p);
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const int column = p.column0 + 64 * group;  // of V
+  const bool has_decay = a.log_decay.data != nullptr;
+  const int64_t state_size = int64_t{kK} * a.value_dim;
+  // This lane's row of 8 columns of v and o, for the transposing 8 x 8 loads and stores.
+  const int piece = thread / 32 * 2 + lane / 8 % 2;
+  const uint32_t lane_offset = (lane / 16 * 8 + lane % 8) * 128 + ((piece ^ (lane % 8)) << 4);
+
+  float state[kK / 2] = {};
+  uint32_t packed[kK / 16][4];
+  if (!values) {
+    visit_state<kK>(state, 1 << 16, column,
+                    [&](int64_t i, float& x) { x = (i >> 16) == (i & 0xffff) ? 1.f : 0.f; });
+  } else if (args.part_tokens == 0 ? a.initial_state != nullptr : args.part_states != nullptr) {
+    const float* from = args.part_tokens == 0
+                            ? a.initial_state + p.sequence * a.value_heads * state_size
+                            : args.part_states + p.part * a.value_heads * state_size;
+    from += p.hv * state_size;
+    visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { x = from[i]; });
+  }
+#pragma unroll
+  for (int i = 0; i < kK / 16; ++i) pack_step<T>(packed[i], &state[8 * i]);
+
+  // Rounds o of chunk c, in buffer i, into v's place and sends it off.
+  float r[32], o[32];
+  const auto store_output = [&](int c, int i) {
+    const uint32_t tile = shared_address(s.v[i][group]) + lane_offset;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      uint32_t x[4];
+      pack_step<T>(x, &o[8 * n]);
+      stmatrix_x4_transposed(tile + n * 16 * 128, x);
+    }
+    fence_async_proxy();
+    sync_threads(2 + group, kWarpgroup);
+    const int64_t token = p.begin + int64_t{c} * kC;
+    const int tokens = static_cast<int>(min(int64_t{kC}, p.tokens - int64_t{c} * kC));
+    if (tokens == kC) {
+      if (thread == 0) {
+        store_box(maps.o, s.v[i][group], column, p.hv, static_cast<int>(token),
+                  static_cast<int>(p.row));
+        commit_stores();
+        wait_stores_read<1>();
+        if (c > 0) s.values_free[i == 0 ? kStages - 1 : i - 1].arrive();
+      }
+    } else {
+      T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +
+               column;
+      for (int n = thread; n < tokens * 8; n += kWarpgroup) {
+        *reinterpret_cast<uint4*>(out + n / 8 * a.o.token + n % 8 * 8) =
+            *reinterpret_cast<const uint4*>(s.v[i][group] + tile_offset(n / 8, n % 8 * 8));
+      }
+    }
+  };
+
+  Ring<kStages> ring;
+  Ring<2> triangles;
+  int previous = 0;  // buffer of the chunk before
+#pragma unroll 1
+  for (int c = 0; c < chunks; ++c) {
+    const int i = ring.index, j = triangles.index;
+    const ChunkScalars& scalars = s.scalars[j];
+    s.ready[j].wait(triangles.round);
+    fence_products();
+    multiply_state<T, kK>(r, packed, s.k[i]);
+    if constexpr (kOutput) {
+      if (c > 0) store_output(c - 1, previous);  // while the product runs
+      fence_products();
+      multiply_state<T, kK>(o, packed, s.q[i]);
+    }
+    wait_products<0>();
+    pin(r);
+    if (values) s.values_full[i].wait(ring.round);
+    uint32_t u[4][4];
+    make_r<T>(u, r, shared_address(s.v[i][group]) + lane_offset, scalars, values);
+    if constexpr (kErase) {
+      fence_products();
+      const uint64_t b = describe_rows(s.inverse[j]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) product<T>(r, u[n], b + 2 * n, n > 0);
+      commit_products();
+    } else {
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        const float2 x = unpack<T>(u[n / 4][n % 4]);
+        r[2 * n] = x.x, r[2 * n + 1] = x.y;
+      }
+    }
+    if constexpr (kOutput) {
+      pin(o);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float2 query = scalar_pair(scalars.query, n);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) o[4 * n + 2 * h] *= query.x, o[4 * n + 2 * h + 1] *= query.y;
+      }
+    }
+    if (has_decay) {
+      const float gate = scalars.gate;
+#pragma unroll
+      for (int n = 0; n < kK / 2; ++n) state[n] *= gate;
+    }
+    if constexpr (kErase) {
+      wait_products<0>();
+      pin(r);
+    }
+    uint32_t key_u[4][4];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 out = scalar_pair(scalars.key_out, n);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float x = r[4 * n + 2 * h], y = r[4 * n + 2 * h + 1];
+        u[n / 2][n % 2 * 2 + h] = pack<T>(x, y);
+        key_u[n / 2][n % 2 * 2 + h] = pack<T>(x * out.x, y * out.y);
+      }
+    }
+    pin(state);
+    fence_products();
+    const uint64_t columns = describe_columns(s.k[i], kC * 128);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) product_columns<T>(state, key_u[n], columns + 128 * n, true);
+    commit_products();
+    if constexpr (kOutput) {
+      const uint64_t b = describe_rows(s.scores[j]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) product<T>(o, u[n], b + 2 * n, true);
+      commit_products();
+      wait_products<1>();
+    } else {
+      wait_products<0>();
+    }
+    pin(state);
+#pragma unroll
+    for (int n = 0; n < kK / 16; ++n) pack_step<T>(packed[n], &state[8 * n]);
+    wait_products<0>();
+    if constexpr (kOutput) pin(o);
+    __syncwarp();
+    if (lane == 0) {
+      s.keys_free[i].arrive();
+      s.triangles_free[j].arrive();
+      if (!kOutput && values) s.values_free[i].arrive();
+    }
+    previous = i;
+    ring.advance();
+    triangles.advance();
+  }
+  if (kOutput && chunks > 0) store_output(chunks - 1, previous);
+  if constexpr (kOutput) {
+    if (thread == 0) wait_stores<0>();
+    if (a.final_state && p.last) {
+      float* to = a.final_state + (p.sequence * a.value_heads + p.hv) * state_size;
+      visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { to[i] = x; });
+    }
+  } else {
+    const int64_t places = int64_t{gridDim.x} / (a.value_dim / kV);  // part slots times value heads
+    float* to =
+        args.part_results + (blockIdx.y * places + p.part * a.value_heads + p.hv) * state_size;
+    visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { to[i] = x; });
+  }
+}
+
+template <int kV>
+inline constexpr int kScanThreads = (kV / 64 + 2) * kWarpgroup;
+
+template <typename T, int kK, int kV, bool kErase, Walk kWalk>
+__global__ void __launch_bounds__(kScanThreads<kV>, 1)
+    scan_kernel(const __grid_constant__ ScanMaps maps, const __grid_constant__ ScanArgs args) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& s = *reinterpret_cast<ScanShared<kK, kV, kWalk>*>(shared_bytes);
+  constexpr int kGroups = kV / 64;
+  init_barriers(s);
+  const bool values = kWalk == Walk::kOutput || blockIdx.y == 0;
+  const int group = threadIdx.x / kWarpgroup;
+  // Each role finds the place for itself: kept across the roles' register limits it would spill.
+  if (group < kGroups) {
+    take_registers<kGroups == 2 ? 192 : 232>();
+    const Place p = find_place(args, kV);
+    walk<T, kK, kV, kErase, kWalk>(maps, args, s, p, values);
+  } else if (group == kGroups) {
+    give_registers<kGroups == 2 ? 96 : 152>();
+    const Place p = find_place(args, kV);
+    prepare<T, kK, kV, kErase, kWalk>(args.common, s, p, values);
+  } else {
+    give_registers<24>();
+    const Place p = find_place(args, kV);
+    if (threadIdx.x % kWarpgroup == 0) feed<kK, kV, kWalk>(maps, s, p, values);
+  }
+}
+
+}  // namespace efla::cuda::sm90

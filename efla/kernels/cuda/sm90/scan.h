@@ -1,0 +1,30 @@
+// Host side of the Hopper scan.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "efla/kernels/params.h"
+
+namespace efla::cuda::sm90 {
+
+/// How a forward is spread over the multiprocessors.
+struct ScanPlan {
+  int value_tile = 128;     // columns of V per block
+  int64_t part_tokens = 0;  // tokens per part of a split sequence; 0: whole sequences
+  int64_t part_slots = 0;   // parts, those of no sequence included
+};
+
+/// Whether the kernels of this folder can run the problem on the current device: compute capability
+/// 9.0, 16-bit storage, K = V = 64 or 128, and tensors whose rows start on 16-byte boundaries.
+bool scan_applies(const ForwardParams& params);
+
+ScanPlan plan_scan(const Problem& problem);
+
+/// Bytes of workspace that scan_forward needs under the plan.
+int64_t scan_workspace(const Problem& problem, const ScanPlan& plan);
+
+/// Chunkwise forward of a problem to which scan_applies(); slack rows of o are the caller's.
+cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void* workspace,
+                         cudaStream_t stream);
+
+}  // namespace efla::cuda::sm90

@@ -1,0 +1,6 @@
+#include "efla/kernels/cuda/sm90/scan_launch.cuh"
+
+namespace efla::cuda::sm90 {
+template cudaError_t launch_scan<__nv_bfloat16>(const ScanMaps&, const ScanArgs&, const ScanPlan&,
+                                                float*, cudaStream_t);
+}  // namespace efla::cuda::sm90

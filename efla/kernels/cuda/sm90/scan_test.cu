@@ -1,0 +1,106 @@
+// The Hopper scan against the float64 reference under every plan. Needs a GPU of compute capability
+// 9.0 (label gpu).
+
+#include "efla/kernels/cuda/delta_rule_test.h"
+#include "efla/kernels/cuda/sm90/scan.h"
+
+namespace efla::cuda {
+namespace {
+
+std::vector<Case> cases() {
+  const auto packed = std::vector<int64_t>{0, 0, 15, 100, 100, 229, 293, 293};
+  std::vector<Case> all = {
+      {"One", 1, 1, 1, 1, 128, 128, Rule::kExact, false, false, true, {}, 1.0, 4.0},
+      {"PartChunk", 1, 63, 1, 1, 128, 128},
+      {"OneChunk", 1, 64, 1, 2, 128, 128},
+      {"OneMore", 2, 65, 2, 2, 128, 128},
+      {"Long", 1, 700, 2, 2, 128, 128},
+      {"NoState", 1, 330, 1, 1, 128, 128, Rule::kExact, false, false, false},
+      {"Grouped", 2, 200, 2, 6, 64, 64},
+      {"ManyTiles", 40, 70, 2, 4, 128, 128},
+      {"L2Norm", 1, 200, 2, 2, 128, 128, Rule::kExact, false, true},
+      {"Packed", 1, 300, 2, 2, 128, 128, Rule::kExact, false, false, true, packed},
+      {"PackedNarrow", 1, 300, 1, 2, 64, 64, Rule::kExact, true, false, true, packed},
+      {"PackedLater",
+       1,
+       300,
+       1,
+       1,
+       128,
+       128,
+       Rule::kExact,
+       false,
+       false,
+       true,
+       {3, 64, 128, 128, 300}},
+      {"Norms", 1, 256, 1, 1, 128, 128, Rule::kExact, false, false, true, {}, 6.0},
+  };
+  const std::pair<const char*, Rule> rules[] = {
+      {"Linear", Rule::kLinear}, {"Euler", Rule::kEuler}, {"Rk2", Rule::kRk2},
+      {"Rk4", Rule::kRk4},       {"Exact", Rule::kExact}, {"ExactLog", Rule::kExactLog}};
+  for (const auto& [name, rule] : rules) {
+    const bool rk = rule == Rule::kRk2 || rule == Rule::kRk4;
+    all.push_back({std::string("Rule") + name, 1, 300, 2, 2, 128, 128, rule, false, true});
+    all.push_back({std::string("Narrow") + name, 2, 150, 2, 2, 64, 64, rule, false, true});
+    if (!rk) {
+      all.push_back({std::string("Decay") + name, 1, 300, 2, 2, 128, 128, rule, true, true});
+    }
+  }
+  return all;
+}
+
+template <typename T>
+void check(const Case& c, const sm90::ScanPlan& plan, double tolerance) {
+  tolerance *= c.slack;
+  Setup<T> s;
+  make(c, s);
+  const ReferenceResult expected = reference_forward(s.reference);
+  Buffer<T> o(expected.o.size());
+  Buffer<float> final_state(expected.final_state.size());
+  ForwardParams params;
+  params.problem = s.problem;
+  params.o = {o.data(), c.tokens * c.value_heads * c.value_dim, c.value_heads * c.value_dim,
+              c.value_dim};
+  params.final_state = final_state.data();
+  if (!sm90::scan_applies(params)) GTEST_SKIP() << "not a device of compute capability 9.0";
+  // Rows of no sequence are the caller's.
+  if (!c.cu_seqlens.empty()) cudaMemset(o.data(), 0, expected.o.size() * sizeof(T));
+  Buffer<unsigned char> workspace(sm90::scan_workspace(s.problem, plan));
+  CUDA_OK(sm90::scan_forward(params, plan, workspace.data(), nullptr));
+  CUDA_OK(cudaDeviceSynchronize());
+  EXPECT_LE(relative_rms(o.host(), expected.o), tolerance) << "o";
+  EXPECT_LE(relative_rms(final_state.host(), expected.final_state), tolerance) << "final state";
+}
+
+sm90::ScanPlan split(const Case& c, int value_tile, int64_t part_tokens) {
+  const bool packed = !c.cu_seqlens.empty();
+  const int64_t per = (c.tokens + part_tokens - 1) / part_tokens;
+  const int64_t sequences = packed ? static_cast<int64_t>(c.cu_seqlens.size()) - 1 : c.batch;
+  return {value_tile, part_tokens, packed ? per + sequences : per * sequences};
+}
+
+using Scan = DeltaRule;
+
+TEST_P(Scan, WholeBFloat16) {
+  check<__nv_bfloat16>(GetParam(), {static_cast<int>(GetParam().value_dim), 0, 0}, 4e-3);
+}
+TEST_P(Scan, WholeHalf) {
+  check<__half>(GetParam(), {static_cast<int>(GetParam().value_dim), 0, 0}, 2e-3);
+}
+TEST_P(Scan, NarrowTilesBFloat16) { check<__nv_bfloat16>(GetParam(), {64, 0, 0}, 4e-3); }
+TEST_P(Scan, PartsOfOneChunkBFloat16) {
+  check<__nv_bfloat16>(GetParam(), split(GetParam(), 64, 64), 4e-3);
+}
+TEST_P(Scan, PartsBFloat16) {
+  check<__nv_bfloat16>(GetParam(), split(GetParam(), static_cast<int>(GetParam().value_dim), 128),
+                       4e-3);
+}
+TEST_P(Scan, PartsHalf) {
+  check<__half>(GetParam(), split(GetParam(), static_cast<int>(GetParam().value_dim), 128), 2e-3);
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, Scan, testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace efla::cuda
