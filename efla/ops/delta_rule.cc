@@ -13,6 +13,7 @@
 
 #include "efla/ops/cuda_kernels.h"
 #include "efla/ops/delta_rule_arguments.h"
+#include "efla/ops/device_checks.h"
 #include "efla/ops/executor.h"
 #include "efla/ops/tensors.h"
 
@@ -81,6 +82,7 @@ ForwardResult forward_kernel(const Tensor& q, const Tensor& k, const Tensor& v, 
                              bool sequential, bool keep_states) {
   const DeltaRuleArguments a{name_of(sequential), q, k, v, beta, log_decay, rule, scale, qk_l2norm};
   check_sequences(a, check_arguments(a), initial_state, cu_seqlens);
+  throw_pending_error(q);
   ForwardParams params;
   PreparedProblem prepared;
   prepare_problem(a, initial_state, cu_seqlens, prepared);
@@ -132,6 +134,7 @@ Gradients backward_kernel(const Tensor& grad_o, const OptionalTensor& grad_final
   const SymbolicShape shape = check_arguments(a);
   const c10::SymInt n = check_sequences(a, shape, initial_state, cu_seqlens);
   check_backward(a, shape, n, grad_o, grad_final_state, cu_seqlens, states);
+  throw_pending_error(q);
   BackwardParams params;
   PreparedProblem prepared;
   prepare_problem(a, initial_state, cu_seqlens, prepared);
@@ -306,7 +309,7 @@ std::tuple<Tensor, Tensor> run(bool sequential, const Tensor& q, const Tensor& k
                                const Tensor& beta, const OptionalTensor& log_decay,
                                c10::string_view rule, std::optional<double> scale,
                                const OptionalTensor& initial_state, bool output_final_state,
-                               const OptionalTensor& cu_seqlens, bool qk_l2norm) {
+                               const OptionalTensor& given_offsets, bool qk_l2norm) {
   // Before the dispatcher chooses a backend: otherwise mixed devices give its message, not ours.
   const char* op = name_of(sequential);
   check_device(op, q, "q", q);
@@ -315,6 +318,7 @@ std::tuple<Tensor, Tensor> run(bool sequential, const Tensor& q, const Tensor& k
   check_device(op, q, "beta", beta);
   if (given(log_decay)) check_device(op, q, "log_decay", *log_decay);
   if (given(initial_state)) check_device(op, q, "initial_state", *initial_state);
+  const OptionalTensor cu_seqlens = offsets_beside(op, q, given_offsets);
   if (given(cu_seqlens)) check_device(op, q, "cu_seqlens", *cu_seqlens);
 
   if (needs_grad(op, {&q, &k, &v, &beta, given(log_decay), given(initial_state)})) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "efla/ops/device_checks.h"
 #include "efla/ops/tensors.h"
 
 namespace efla::ops {
@@ -188,7 +189,7 @@ void prepare_problem(const DeltaRuleArguments& a, const std::optional<at::Tensor
 
   if (const at::Tensor* offsets = given(cu_seqlens)) {
     if (cuda) {
-      out.device_offsets = contiguous(*offsets, at::kLong);
+      out.device_offsets = checked_offsets(a.op, *offsets, p.shape.tokens);
       p.cu_seqlens = out.device_offsets.const_data_ptr<int64_t>();
     } else {
       out.offsets = read_offsets(a.op, *offsets, p.shape.tokens);

@@ -63,8 +63,8 @@ struct PreparedProblem {
 };
 
 /// Fills `out` (in place: the problem points into its own vector). The arguments must be checked;
-/// copies only what a kernel cannot read in place. On a GPU nothing waits for the device, so the
-/// values of cu_seqlens are not checked there.
+/// copies only what a kernel cannot read in place. On a GPU nothing waits for the device: a kernel
+/// checks the values of cu_seqlens (device_checks.h).
 void prepare_problem(const DeltaRuleArguments& arguments,
                      const std::optional<at::Tensor>& initial_state,
                      const std::optional<at::Tensor>& cu_seqlens, PreparedProblem& out);

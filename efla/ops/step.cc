@@ -13,6 +13,7 @@
 #include "efla/kernels/cpu/delta_rule.h"
 #include "efla/ops/cuda_kernels.h"
 #include "efla/ops/delta_rule_arguments.h"
+#include "efla/ops/device_checks.h"
 #include "efla/ops/executor.h"
 #include "efla/ops/tensors.h"
 
@@ -106,11 +107,13 @@ Tensor step_kernel(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const DeltaRuleArguments a{kOp, q, k, v, beta, log_decay, rule, scale, qk_l2norm, has_token_axis};
   check_step(a, state, state_indices);
   check_state_memory(a, state);
+  throw_pending_error(q);
   const bool cuda = q.is_cuda();
   std::vector<int64_t> indices;
-  Tensor device_indices;  // on a GPU, where their values are not looked at
+  Tensor device_indices;  // on a GPU, where their values are looked at in debug mode only
   if (const Tensor* t = given(state_indices)) {
     if (cuda) {
+      if (debug_checks()) read_indices(t->cpu(), state.size(0));
       device_indices = contiguous(*t, at::kLong);
     } else {
       indices = read_indices(*t, state.size(0));
