@@ -201,15 +201,18 @@ TEST_F(CacheTest, RefusesACacheOfAnotherDepth) {
   EXPECT_THROW(model_->forward(random_tokens(config_, 1, 3), {}, &cache), c10::Error);
 }
 
-TEST_F(CacheTest, StateSizeIsWhatTheConfigSays) {
+TEST_P(CacheOfEveryVariant, StateSizeIsWhatTheConfigSays) {
   Cache cache;
-  model_->forward(random_tokens(config_, 1, 30), {}, &cache);
-  int64_t numbers = 0;
+  random_model(config())->forward(random_tokens(config(), 1, 30), {}, &cache);
+  int64_t fixed = 0;
   for (const Cache::Layer& layer : cache.layers) {
-    numbers += layer.recurrent_state.numel() + layer.conv_q.numel() + layer.conv_k.numel() +
-               layer.conv_v.numel();
+    for (const at::Tensor* part :
+         {&layer.recurrent_state, &layer.conv_q, &layer.conv_k, &layer.conv_v, &layer.conv_xbc}) {
+      if (part->defined()) fixed += part->numel();
+    }
   }
-  EXPECT_EQ(numbers, config_.state_elements());
+  EXPECT_EQ(fixed, config().state_elements());
+  EXPECT_EQ(config().state_elements_per_token() > 0, cache.layers[1].keys.defined());
 }
 
 // Under gradient mode a single token takes the differentiable path and the cache holds no graph.

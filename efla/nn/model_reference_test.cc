@@ -26,9 +26,13 @@ class EveryVariant : public ::testing::TestWithParam<Variant> {
 };
 INSTANTIATE_TEST_SUITE_P(Nn, EveryVariant, ::testing::ValuesIn(variants()), variant_name);
 
-TEST_P(EveryVariant, ForwardIsTheEquations) {
-  LanguageModel model = random_model(config(), at::kDouble);
-  const at::Tensor ids = random_tokens(config(), 2, 75);
+class EveryDeltaVariant : public ::testing::TestWithParam<Variant> {};
+INSTANTIATE_TEST_SUITE_P(Nn, EveryDeltaVariant, ::testing::ValuesIn(delta_variants()),
+                         variant_name);
+
+TEST_P(EveryDeltaVariant, ForwardIsTheEquations) {
+  LanguageModel model = random_model(GetParam().config, at::kDouble);
+  const at::Tensor ids = random_tokens(GetParam().config, 2, 75);
   const torch::NoGradGuard no_grad;
   EXPECT_LT(relative_error(model->forward(ids), reference_logits(model, ids)), 1e-10);
 }
@@ -54,7 +58,7 @@ TEST_P(EveryVariant, GradientsMatchFiniteDifferences) {
   const at::Tensor ids = random_tokens(config(), 2, 21);
   mean_loss(model, ids).backward();
   const torch::NoGradGuard no_grad;
-  constexpr double kStep = 1e-5;
+  constexpr double kStep = 1e-6;
   for (auto& p : model->named_parameters()) {
     const at::Tensor direction = at::randn_like(p.value());
     const double slope = (p.value().grad() * direction).sum().item<double>();
@@ -83,11 +87,8 @@ TEST_P(EveryVariant, Bfloat16FollowsFloat32) {
 // 1 - exp(-softplus(z)) = sigmoid(z): on unit keys the loose-beta exact flow is DeltaNet
 // (docs/mathematics.md, "The layer").
 TEST(Identities, ExactFlowOnUnitKeysWithSoftplusIsDeltaNet) {
-  Variant efla, delta_net;
-  for (const Variant& v : variants()) {
-    if (v.name == "efla_unit_keys") efla = v;
-    if (v.name == "delta_net_plain") delta_net = v;
-  }
+  Variant efla = variant("efla_unit_keys");
+  const Variant delta_net = variant("delta_net_plain");
   efla.config.beta_activation = BetaActivation::kSoftplus;
   LanguageModel reference = random_model(delta_net.config, at::kDouble);
   LanguageModel model = copy_model(reference, efla.config, at::kDouble);
@@ -104,6 +105,61 @@ TEST(Identities, ExactFlowOnUnitKeysWithSoftplusIsDeltaNet) {
   efla.config.beta_activation = BetaActivation::kSigmoid;
   LanguageModel other = copy_model(reference, efla.config, at::kDouble);
   EXPECT_GT(relative_error(other->forward(ids), reference->forward(ids)), 1e-2);
+}
+
+// The two models, one gated and one not, with the same weights and a gate that never closes.
+void expect_equal_at_gate_one(const ModelConfig& gated, const ModelConfig& plain) {
+  LanguageModel with_gate = random_model(gated, at::kDouble);
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& p : with_gate->named_parameters()) {
+      // A = e^-60: a = exp(-A softplus(...)) is one in float64.
+      if (p.key().ends_with("A_log")) p.value().fill_(-60);
+    }
+  }
+  LanguageModel without = copy_model(with_gate, plain, at::kDouble);
+  const at::Tensor ids = random_tokens(plain, 2, 75);
+  EXPECT_LT(relative_error(with_gate->forward(ids), without->forward(ids)), 1e-12);
+  mean_loss(with_gate, ids).backward();
+  mean_loss(without, ids).backward();
+  const auto actual = with_gate->named_parameters();
+  for (const auto& p : without->named_parameters()) {
+    EXPECT_LT(relative_error(actual[p.key()].grad(), p.value().grad()), 1e-10) << p.key();
+  }
+  // And a gate does something: with the random A the two disagree.
+  LanguageModel closing = random_model(gated, at::kDouble);
+  EXPECT_GT(relative_error(closing->forward(ids), without->forward(ids)), 1e-2);
+}
+
+// The ungated model whose heads have the sizes of the gated one.
+ModelConfig ungated(const ModelConfig& gated, const std::string& model_type) {
+  ModelConfig config = gated;
+  config.model_type = model_type;
+  const double hidden = static_cast<double>(gated.hidden_size);
+  config.expand_k = static_cast<double>(gated.key_size()) / hidden;
+  config.expand_v = static_cast<double>(gated.value_size()) / hidden;
+  return config;
+}
+
+TEST(Identities, GatedDeltaNetWithAnOpenGateIsDeltaNet) {
+  const ModelConfig gated = variant("gated_deltanet_plain").config;
+  expect_equal_at_gate_one(gated, ungated(gated, "delta_net"));
+}
+
+TEST(Identities, GatedEflaWithAnOpenGateIsEflaInBothReadings) {
+  ModelConfig gated = variant("gated_efla_rate").config;
+  ModelConfig plain = ungated(gated, "efla");
+  expect_equal_at_gate_one(gated, plain);
+  gated.rule = Rule::kExactLog;
+  expect_equal_at_gate_one(gated, plain);
+}
+
+// Where they differ: the rate reading forgets at most to 1/e a token, the log reading all of it.
+TEST(Identities, TheTwoReadingsOfAClosedGateDiffer) {
+  LanguageModel rate = random_model(variant("gated_efla_rate").config, at::kDouble);
+  LanguageModel log = copy_model(rate, variant("gated_efla_log").config, at::kDouble);
+  const at::Tensor ids = random_tokens(rate->config(), 1, 40);
+  EXPECT_GT(relative_error(log->forward(ids), rate->forward(ids)), 1e-2);
 }
 
 // Why the config has no need to say how EFLA normalises queries: the output norm removes the

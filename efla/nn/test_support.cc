@@ -1,6 +1,7 @@
 #include "efla/nn/test_support.h"
 
 #include <cmath>
+#include <stdexcept>
 
 namespace efla::testing_support {
 
@@ -44,33 +45,59 @@ at::Tensor activate(const at::Tensor& x, QkActivation activation) {
   return x;
 }
 
-// The common coefficient of erase and write (0 erase for the linear rule is handled by the caller).
-at::Tensor coefficient(Rule rule, const at::Tensor& beta, const at::Tensor& lambda) {
-  const at::Tensor x = beta * lambda;
-  switch (rule) {
-    case Rule::kExact:
-      return (1 - (-x).exp()) / lambda;
-    case Rule::kRk2:
-      return beta * (1 - x / 2);
-    case Rule::kRk4:
-      return beta * (1 - x / 2 + x.square() / 6 - x.pow(3) / 24);
-    default:
-      return beta;
-  }
+// phi(x) = (1 - e^{-x}) / x, phi(0) = 1.
+at::Tensor phi(const at::Tensor& x) {
+  return at::where(x.abs() < 1e-12, at::ones_like(x), -at::expm1(-x) / x);
 }
 
-// q, k [B,T,H,K], v [B,T,H,V], beta [B,T,H].
-at::Tensor recurrence(Rule rule, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const at::Tensor& beta) {
-  const at::Tensor c = coefficient(rule, beta, k.square().sum(-1)).unsqueeze(-1).unsqueeze(-1);
+struct Coefficients {
+  at::Tensor gate, erase, write;  // log of the state's decay, what is removed, what is added
+};
+
+// The table of efla/flow/step_rule.h; g: log-decay, undefined without one. All [B,T,H].
+Coefficients coefficients(Rule rule, const at::Tensor& beta, const at::Tensor& lambda,
+                          const at::Tensor& g) {
+  const at::Tensor x = beta * lambda;
+  const at::Tensor gate = g.defined() ? g : at::zeros_like(beta);
+  at::Tensor c = beta;
+  switch (rule) {
+    case Rule::kLinear:
+      return {gate, at::zeros_like(beta), beta};
+    case Rule::kEuler:
+      break;
+    case Rule::kRk2:
+      c = beta * (1 - x / 2);
+      break;
+    case Rule::kRk4:
+      c = beta * (1 - x / 2 + x.square() / 6 - x.pow(3) / 24);
+      break;
+    case Rule::kExact: {
+      const at::Tensor a = gate.exp();
+      return {a - 1, a * beta * phi(a * x), beta * phi(1 - a + a * x)};
+    }
+    case Rule::kExactLog:
+      return {gate, beta * phi(x), beta * phi(x - gate)};
+  }
+  return {gate, c, c};
+}
+
+// q, k [B,T,H,K], v [B,T,HV,V], beta [B,T,HV], g [B,T,HV] or undefined.
+at::Tensor recurrence(Rule rule, at::Tensor q, at::Tensor k, const at::Tensor& v,
+                      const at::Tensor& beta, const at::Tensor& g) {
+  q = q.repeat_interleave(v.size(2) / q.size(2), 2);
+  k = k.repeat_interleave(v.size(2) / k.size(2), 2);
+  const auto [gate, erase, write] = coefficients(rule, beta, k.square().sum(-1), g);
   at::Tensor state = at::zeros({q.size(0), q.size(2), k.size(3), v.size(3)}, q.options());
   std::vector<at::Tensor> outputs;
   for (int64_t t = 0; t < q.size(1); ++t) {
+    const auto scalar = [t](const at::Tensor& s) {
+      return s.select(1, t).unsqueeze(-1).unsqueeze(-1);
+    };
     const at::Tensor kt = k.select(1, t).unsqueeze(-1);  // [B,H,K,1]
     const at::Tensor vt = v.select(1, t).unsqueeze(-2);  // [B,H,1,V]
     const at::Tensor qt = q.select(1, t).unsqueeze(-2);  // [B,H,1,K]
-    const at::Tensor erased = rule == Rule::kLinear ? at::zeros_like(vt) : kt.mT().matmul(state);
-    state = state + c.select(1, t) * kt.matmul(vt - erased);
+    const at::Tensor kept = state - scalar(erase) * kt.matmul(kt.mT().matmul(state));
+    state = scalar(gate).exp() * kept + scalar(write) * kt.matmul(vt);
     outputs.push_back(qt.matmul(state).squeeze(-2) / std::sqrt(static_cast<double>(q.size(3))));
   }
   return at::stack(outputs, 1);
@@ -105,17 +132,17 @@ class Reference {
   at::Tensor normed(const at::Tensor& x, const std::string& name) const {
     return rms(x, parameters_[name + ".weight"], config_.norm_eps);
   }
-  at::Tensor heads(const at::Tensor& x) const {
-    return x.reshape({x.size(0), x.size(1), config_.num_heads, -1});
+  static at::Tensor heads(const at::Tensor& x, int64_t count) {
+    return x.reshape({x.size(0), x.size(1), count, -1});
   }
   at::Tensor stream(const at::Tensor& x, const std::string& prefix, const std::string& name,
-                    QkActivation activation) const {
+                    QkActivation activation, int64_t count) const {
     at::Tensor y = linear(x, prefix + name + "_proj");
     if (config_.use_short_conv) y = convolve(y, parameters_[prefix + name + "_conv1d.weight"]);
-    return heads(activate(y, activation));
+    return heads(activate(y, activation), count);
   }
   at::Tensor beta(const at::Tensor& x, const std::string& prefix) const {
-    at::Tensor beta = at::ones({x.size(0), x.size(1), config_.num_heads}, x.options());
+    at::Tensor beta = at::ones({x.size(0), x.size(1), config_.value_heads()}, x.options());
     if (config_.use_beta) {
       const at::Tensor z = linear(x, prefix + "b_proj");
       beta =
@@ -126,17 +153,27 @@ class Reference {
     }
     return config_.allow_neg_eigval ? 2 * beta : beta;
   }
+  at::Tensor log_decay(const at::Tensor& x, const std::string& prefix) const {
+    if (!config_.is_gated()) return {};
+    const at::Tensor dt =
+        (1 + (linear(x, prefix + "a_proj") + parameters_[prefix + "dt_bias"]).exp()).log();
+    return -parameters_[prefix + "A_log"].exp() * dt;
+  }
+  static at::Tensor normalized(const at::Tensor& t, QkNorm norm) {
+    if (norm == QkNorm::kL2) return t * (t.square().sum(-1, true) + 1e-6).rsqrt();
+    return norm == QkNorm::kSum ? t / t.sum(-1, true) : t;
+  }
   at::Tensor attention(const std::string& prefix, const at::Tensor& x) const {
-    const auto l2 = [](const at::Tensor& t, QkNorm norm) {
-      return norm == QkNorm::kL2 ? t * (t.square().sum(-1, true) + 1e-6).rsqrt() : t;
-    };
     const at::Tensor q =
-        l2(stream(x, prefix, "q", config_.qk_activation), config_.q_norm.value_or(config_.qk_norm));
-    const at::Tensor k = l2(stream(x, prefix, "k", config_.qk_activation), config_.qk_norm);
-    const at::Tensor v = stream(x, prefix, "v", QkActivation::kSilu);
-    at::Tensor o = normed(recurrence(config_.rule, q, k, v, beta(x, prefix)), prefix + "o_norm");
+        normalized(stream(x, prefix, "q", config_.qk_activation, config_.num_heads),
+                   config_.q_norm.value_or(config_.qk_norm));
+    const at::Tensor k = normalized(
+        stream(x, prefix, "k", config_.qk_activation, config_.num_heads), config_.qk_norm);
+    const at::Tensor v = stream(x, prefix, "v", QkActivation::kSilu, config_.value_heads());
+    at::Tensor o = recurrence(config_.rule, q, k, v, beta(x, prefix), log_decay(x, prefix));
+    if (config_.use_output_norm) o = normed(o, prefix + "o_norm");
     if (config_.use_gate) {
-      const at::Tensor g = heads(linear(x, prefix + "g_proj"));
+      const at::Tensor g = heads(linear(x, prefix + "g_proj"), config_.value_heads());
       o = o * g * g.sigmoid();
     }
     return linear(o.flatten(2), prefix + "o_proj");
@@ -148,15 +185,19 @@ class Reference {
 
 }  // namespace
 
-std::vector<Variant> variants() {
-  std::vector<Variant> out;
-  const auto efla = [&](const std::string& name, const auto& change) {
-    out.push_back({"efla_" + name, base(ModelConfig())});
-    change(out.back().config);
-  };
-  const auto delta_net = [&](const std::string& name, const auto& change) {
-    out.push_back({"delta_net_" + name, base(ModelConfig::delta_net())});
-    change(out.back().config);
+namespace {
+
+// Adds `base` under `name` after `change` to it.
+using Change = void (*)(ModelConfig&);
+void add(std::vector<Variant>& out, const std::string& name, const ModelConfig& config,
+         Change change) {
+  out.push_back({name, base(config)});
+  change(out.back().config);
+}
+
+void add_efla(std::vector<Variant>& out) {
+  const auto efla = [&](const std::string& name, Change change) {
+    add(out, "efla_" + name, ModelConfig(), change);
   };
   efla("sigmoid", [](ModelConfig&) {});
   efla("softplus", [](ModelConfig& c) { c.beta_activation = BetaActivation::kSoftplus; });
@@ -170,6 +211,11 @@ std::vector<Variant> variants() {
   efla("gate", [](ModelConfig& c) { c.use_gate = true; });
   efla("no_conv", [](ModelConfig& c) { c.use_short_conv = false; });
   efla("no_beta", [](ModelConfig& c) { c.use_beta = false; });
+  efla("no_output_norm", [](ModelConfig& c) { c.use_output_norm = false; });
+  efla("gate_alone", [](ModelConfig& c) {
+    c.use_output_norm = false;
+    c.use_gate = true;
+  });
   efla("tied", [](ModelConfig& c) { c.tie_word_embeddings = true; });
   efla("rk4_unit_keys", [](ModelConfig& c) {
     c.rule = Rule::kRk4;
@@ -180,6 +226,12 @@ std::vector<Variant> variants() {
     c.qk_norm = QkNorm::kL2;
   });
   efla("linear", [](ModelConfig& c) { c.rule = Rule::kLinear; });
+}
+
+void add_delta_net(std::vector<Variant>& out) {
+  const auto delta_net = [&](const std::string& name, Change change) {
+    add(out, "delta_net_" + name, ModelConfig::delta_net(), change);
+  };
   delta_net("plain", [](ModelConfig&) {});
   delta_net("negative_eigenvalues", [](ModelConfig& c) { c.allow_neg_eigval = true; });
   delta_net("gate_expand", [](ModelConfig& c) {
@@ -189,31 +241,121 @@ std::vector<Variant> variants() {
   });
   delta_net("relu", [](ModelConfig& c) { c.qk_activation = QkActivation::kRelu; });
   delta_net("elu", [](ModelConfig& c) { c.qk_activation = QkActivation::kElu; });
+  delta_net("sum", [](ModelConfig& c) {
+    c.qk_activation = QkActivation::kElu;  // positive, so that the sum is a norm
+    c.qk_norm = QkNorm::kSum;
+  });
   delta_net("identity_no_conv", [](ModelConfig& c) {
     c.qk_activation = QkActivation::kIdentity;
     c.use_short_conv = false;
   });
   delta_net("conv_2", [](ModelConfig& c) { c.conv_size = 2; });
+}
+
+// Heads of 12 keys and 24 values, so that nothing works by a coincidence of sizes.
+ModelConfig small_gated(const std::string& model_type) {
+  ModelConfig config = ModelConfig::of_type(model_type);
+  config.head_dim = 12;
+  return config;
+}
+
+void add_gated(std::vector<Variant>& out) {
+  const ModelConfig net = small_gated("gated_deltanet"), efla = small_gated("gated_efla");
+  add(out, "gated_deltanet_plain", net, [](ModelConfig&) {});
+  add(out, "gated_deltanet_grouped", net, [](ModelConfig& c) {
+    c.num_v_heads = 4;
+    c.use_gate = false;
+    c.expand_v = 0.5;
+  });
+  add(out, "gated_deltanet_negative_eigenvalues", net,
+      [](ModelConfig& c) { c.allow_neg_eigval = true; });
+  add(out, "gated_efla_rate", efla, [](ModelConfig&) {});
+  add(out, "gated_efla_log", efla, [](ModelConfig& c) { c.rule = Rule::kExactLog; });
+  add(out, "gated_efla_grouped", efla, [](ModelConfig& c) {
+    c.num_v_heads = 6;
+    c.beta_activation = BetaActivation::kAdaptive;
+    c.qk_norm = QkNorm::kL2;
+  });
+}
+
+}  // namespace
+
+std::vector<Variant> delta_variants() {
+  std::vector<Variant> out;
+  add_efla(out);
+  add_delta_net(out);
+  add_gated(out);
   return out;
 }
+
+std::vector<Variant> variants() {
+  std::vector<Variant> out = delta_variants();
+  const auto hybrid = [](ModelConfig& c) {
+    c.attn = AttentionConfig();
+    c.attn->layers = {1};
+    c.attn->num_heads = 4;
+    c.attn->num_kv_heads = 2;
+  };
+  add(out, "hybrid_delta_net", ModelConfig::delta_net(), hybrid);
+  add(out, "hybrid_gated_deltanet", small_gated("gated_deltanet"), hybrid);
+  add(out, "transformer_plain", ModelConfig::of_type("transformer"),
+      [](ModelConfig& c) { c.attn->num_heads = 2; });
+  add(out, "transformer_everything", ModelConfig::of_type("transformer"), [](ModelConfig& c) {
+    c.attn->num_heads = 4;
+    c.attn->num_kv_heads = 1;
+    c.attn->window_size = 7;
+    c.attn->qkv_bias = true;
+    c.attn->qk_norm = true;
+  });
+  ModelConfig mamba2 = ModelConfig::of_type("mamba2");
+  mamba2.mamba2.head_dim = 16;
+  mamba2.mamba2.state_size = 12;
+  add(out, "mamba2_plain", mamba2, [](ModelConfig&) {});
+  add(out, "mamba2_grouped", mamba2, [](ModelConfig& c) {
+    c.mamba2.n_groups = 2;
+    c.mamba2.use_bias = true;
+    c.mamba2.use_conv_bias = false;
+    c.mamba2.norm_before_gate = true;
+    c.mamba2.dt_limit_high = 0.1;
+  });
+  return out;
+}
+
+Variant variant(const std::string& name) {
+  for (const Variant& v : variants()) {
+    if (v.name == name) return v;
+  }
+  throw std::out_of_range("no variant is called " + name);
+}
+
+namespace {
+
+// Values with which every parameter matters: decays that remember some ten tokens, norms near one.
+void randomize(const std::string& name, at::Tensor& w) {
+  if (name.ends_with("A_log")) {
+    w.uniform_(1, 8).log_();
+  } else if (name.ends_with("dt_bias")) {
+    w.normal_(-3.0, 0.7);
+  } else if (name.ends_with(".bias")) {
+    w.normal_(0.0, 0.2);
+  } else if (w.dim() == 1) {
+    w.normal_(1.0, 0.1);  // norms; adaptive_decay; D
+  } else if (w.dim() == 3) {
+    w.normal_(0.0, 0.5);  // convolutions
+  } else {
+    const bool table = name.ends_with("embeddings.weight");
+    w.normal_(0.0, table ? 1.0 : 1.0 / std::sqrt(static_cast<double>(w.size(1))));
+  }
+}
+
+}  // namespace
 
 LanguageModel random_model(const ModelConfig& config, at::ScalarType dtype, uint64_t seed) {
   torch::manual_seed(seed);
   LanguageModel model(config, at::TensorOptions().dtype(at::kDouble), WeightInit::kNone);
   const torch::NoGradGuard no_grad;
-  for (auto& p : model->named_parameters()) {
-    at::Tensor& w = p.value();
-    if (w.dim() == 1) {
-      w.normal_(1.0, 0.1);  // norms; adaptive_decay
-    } else if (w.dim() == 3) {
-      w.normal_(0.0, 0.5);  // convolutions
-    } else {
-      const bool table = p.key() == "model.embeddings.weight";
-      w.normal_(0.0, table ? 1.0 : 1.0 / std::sqrt(static_cast<double>(w.size(1))));
-    }
-  }
-  model->to(dtype);
-  return model;
+  for (auto& p : model->named_parameters()) randomize(p.key(), p.value());
+  return dtype == at::kDouble ? model : copy_model(model, config, dtype);
 }
 
 LanguageModel copy_model(const LanguageModel& source, const ModelConfig& config,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "efla/io/error.h"
+#include "efla/nn/language_model.h"
 #include "efla/train/gradients.h"
 
 namespace efla {
@@ -94,6 +95,24 @@ TEST(AdamW, DecaySparesNormsBiasesAndVectors) {
   EXPECT_FALSE(takes_weight_decay("attn.A_log", vector));
   EXPECT_FALSE(takes_weight_decay("attn.o_norm.weight", vector));
   EXPECT_FALSE(takes_weight_decay("attn.o_norm.weight", matrix));
+}
+
+// In every family: projections, convolutions and tables decay; norms, biases and the parameters of
+// the decay (A_log, dt_bias, D) do not.
+TEST(AdamW, DecayExemptionsOfEveryFamily) {
+  for (const std::string& type : model_types()) {
+    ModelConfig config = ModelConfig::of_type(type);
+    config.num_hidden_layers = 1;
+    if (config.attn) config.attn->qkv_bias = config.attn->qk_norm = true;
+    config.mamba2.use_bias = true;
+    if (type == "gated_efla") config.beta_activation = BetaActivation::kAdaptive;
+    const LanguageModel model(config, torch::TensorOptions(at::kMeta), WeightInit::kNone);
+    for (const auto& p : model->named_parameters()) {
+      const std::string last = p.key().substr(p.key().rfind('.') + 1);
+      const bool matrix = last == "weight" && p.key().find("norm") == std::string::npos;
+      EXPECT_EQ(takes_weight_decay(p.key(), p.value()), matrix) << p.key();
+    }
+  }
 }
 
 TEST(AdamW, ParameterWithoutGradientIsLeftAlone) {

@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "efla/io/error.h"
+#include "efla/nn/presets.h"
 #include "efla/train/nearest_name.h"
 
 namespace efla {
@@ -163,6 +165,105 @@ TEST(Recipe, ResolvedTextReadsBackToTheSameRecipe) {
   EXPECT_EQ(again.optimizer.learning_rate, 0.1);
   EXPECT_FALSE(again.model.bos_token_id.has_value());
   EXPECT_EQ(recipe_hash(again), recipe_hash(recipe));
+}
+
+TEST(Recipe, EveryPresetIsAModelAndReadsBack) {
+  for (const std::string& name : preset_names()) {
+    const Recipe recipe =
+        Recipe::parse(kSmallest, "r.toml", {"model.preset=" + name, "model.vocab_size=512"});
+    ModelConfig expected = preset(name);
+    expected.vocab_size = 512;
+    EXPECT_EQ(recipe.model.to_json(), expected.to_json()) << name;
+    EXPECT_TRUE(recipe.given_model_keys.count("vocab_size"));
+    EXPECT_FALSE(recipe.given_model_keys.count("eos_token_id"));
+    const Recipe again = Recipe::parse(recipe.to_toml(), "again.toml");
+    EXPECT_EQ(again.settings(), recipe.settings()) << name;
+    EXPECT_EQ(again.model.to_json(), recipe.model.to_json()) << name;
+  }
+}
+
+TEST(Recipe, KeysChangeAPreset) {
+  const Recipe recipe = Recipe::parse(
+      "[model]\npreset = \"mamba2-10m\"\nnum_hidden_layers = 5\n" + kSmallest, "r.toml",
+      {"model.preset=gated_efla-10m", "model.rule=exact_log", "model.attn.layers=[1, 3]",
+       "model.attn.num_heads=4"});
+  ModelConfig expected = preset("gated_efla-10m");
+  expected.num_hidden_layers = 5;
+  expected.rule = Rule::kExactLog;
+  expected.attn = AttentionConfig();
+  expected.attn->layers = {1, 3};
+  expected.attn->num_heads = 4;
+  EXPECT_EQ(recipe.model.to_json(), expected.to_json());
+}
+
+TEST(Recipe, HybridsAndMamba2HaveTheirKeys) {
+  const Recipe hybrid = Recipe::parse(kSmallest + R"([model]
+model_type = "gated_deltanet"
+hidden_size = 64
+num_hidden_layers = 4
+head_dim = 16
+[model.attn]
+layers = [1, 3]
+num_heads = 4
+)",
+                                      "r.toml", {"model.attn.window_size=32"});
+  ASSERT_TRUE(hybrid.model.attn);
+  EXPECT_EQ(hybrid.model.attn->layers, (std::vector<int64_t>{1, 3}));
+  EXPECT_EQ(hybrid.model.attn->window_size, 32);
+  EXPECT_EQ(hybrid.model.rule, Rule::kEuler);
+  EXPECT_EQ(Recipe::parse(hybrid.to_toml(), "again.toml").settings(), hybrid.settings());
+
+  const Recipe mamba2 = Recipe::parse(kSmallest + R"([model]
+preset = "mamba2-10m"
+hidden_size = 64
+dt_limit = [0.01, inf]
+A_init_range = [1, 8]
+head_dim = 32
+)",
+                                      "r.toml");
+  EXPECT_EQ(mamba2.model.mamba2_heads(), 4);
+  EXPECT_EQ(mamba2.model.mamba2.dt_limit_low, 0.01);
+  EXPECT_EQ(mamba2.model.mamba2.a_init_high, 8);
+  const Recipe again = Recipe::parse(mamba2.to_toml(), "again.toml");
+  EXPECT_EQ(again.model.to_json(), mamba2.model.to_json());
+}
+
+TEST(Recipe, RefusesFamiliesAndPresetsThatDoNotFit) {
+  const std::vector<BadRecipe> table = {
+      {kSmallest, {"model.model_type=rwkv7"}, {"r.toml: [model]: model_type must be one of efla"}},
+      {kSmallest, {"model.model_type=\"3\""}, {"model_type must be one of"}},
+      {kSmallest + "[model]\nmodel_type = 3\n", {}, {"r.toml:7", "model.model_type", "a string"}},
+      {kSmallest + "[model]\npreset = 340\n", {}, {"r.toml:7", "model.preset = 340", "a string"}},
+      {kSmallest + "[model]\npreset = \"efla-341m\"\n",
+       {},
+       {"r.toml:7: model.preset", "efla-341m"}},
+      {kSmallest,
+       {"model.preset=efla-10m", "model.model_type=delta_net"},
+       {"model.model_type = delta_net must be \"efla\", the family of the preset"}},
+      {kSmallest,
+       {"model.model_type=mamba2", "model.expand_v=2"},
+       {"unknown key 'model.expand_v'"}},
+      {kSmallest,
+       {"model.model_type=mamba2", "model.dt_limit=3"},
+       {"model.dt_limit = 3", "an array"}},
+      {kSmallest, {"model.model_type=mamba2", "model.dt_limit=[3]"}, {"dt_limit", "two numbers"}},
+      {kSmallest, {"model.head_dim=64"}, {"unknown key 'model.head_dim'"}},
+      {kSmallest, {"model.model_type=delta_net", "model.rule=exact"}, {"rule must be euler"}},
+      {kSmallest, {"model.attn.layers=[1]"}, {"attn: num_heads must be given"}},
+      {kSmallest, {"model.attn.layers=3"}, {"model.attn.layers = 3", "an array"}},
+      {kSmallest,
+       {"model.attn.layers=[\"a\"]", "model.attn.num_heads=16"},
+       {"layers", "an integer"}},
+      {kSmallest, {"model.attn.heads=3"}, {"unknown key 'model.attn.heads'"}},
+      {kSmallest, {"model.attn=3"}, {"unknown key 'model.attn'"}},
+  };
+  for (const BadRecipe& bad : table) {
+    const std::string message = error_of(bad.text, bad.overrides);
+    for (const std::string& part : bad.expected) {
+      EXPECT_NE(message.find(part), std::string::npos) << "wanted " << part << " in: " << message;
+    }
+    EXPECT_EQ(message.find('\n'), std::string::npos) << message;
+  }
 }
 
 TEST(Recipe, HashCoversWhatDecidesTheLossesOnly) {
