@@ -2,18 +2,10 @@
 
 #include <cmath>
 
+#include "efla/nn/decay.h"
 #include "efla/ops/ops.h"
 
 namespace efla {
-
-namespace {
-
-// The type of step sizes and decays in a model whose activations are of `type`.
-at::ScalarType wide_type(at::ScalarType type) {
-  return type == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-}  // namespace
 
 Mamba2Mixer::Mamba2Mixer(const ModelConfig& config, const at::TensorOptions& options)
     : config_(config.mamba2),
@@ -49,16 +41,12 @@ void Mamba2Mixer::initialize(double range) {
     out_proj_->weight.uniform_(-bound, bound);
   }
   d_.fill_(1.0);
-  a_log_.uniform_(config_.a_init_low, config_.a_init_high).log_();
-  dt_bias_.uniform_(std::log(config_.dt_min), std::log(config_.dt_max))
-      .exp_()
-      .clamp_min_(config_.dt_init_floor);
-  dt_bias_.add_(dt_bias_.neg().expm1().neg().log());  // the inverse of softplus
+  initialize_a_log(a_log_, config_.a_init_low, config_.a_init_high);
+  initialize_dt_bias(dt_bias_, config_.dt_min, config_.dt_max, config_.dt_init_floor);
 }
 
 at::Tensor Mamba2Mixer::step_sizes(const at::Tensor& dt) const {
-  const at::ScalarType wide = wide_type(dt.scalar_type());
-  const at::Tensor step = at::softplus(dt.to(wide) + dt_bias_.to(wide));
+  const at::Tensor step = positive_step(dt, dt_bias_);
   if (config_.dt_limit_low <= 0 && std::isinf(config_.dt_limit_high)) return step;
   return at::clamp(step, config_.dt_limit_low, config_.dt_limit_high);
 }
@@ -66,7 +54,7 @@ at::Tensor Mamba2Mixer::step_sizes(const at::Tensor& dt) const {
 at::Tensor Mamba2Mixer::scan(const at::Tensor& x, const at::Tensor& b, const at::Tensor& c,
                              const at::Tensor& dt, const std::optional<at::Tensor>& cu_seqlens,
                              at::Tensor* state) const {
-  const at::Tensor log_decay = dt * a_log_.to(dt.scalar_type()).exp().neg();
+  const at::Tensor log_decay = log_decay_of(a_log_, dt);
   const bool single_token = state && x.size(1) == 1 && !cu_seqlens && !at::GradMode::is_enabled();
   if (single_token) {
     if (!state->defined()) {
