@@ -11,12 +11,16 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::tensor_list;
 
-// Numbers in one block of logits: small enough for the caches, with enough rows that reading the
-// head's weight once per block does not bind.
+// Numbers in one block of logits. On the CPU: small enough for the caches, with enough rows that
+// reading the head's weight once per block does not bind. On a GPU: enough to fill it.
 constexpr int64_t kBlockElements = int64_t{1} << 21;
+constexpr int64_t kGpuBlockElements = int64_t{1} << 26;
 constexpr int64_t kMinBlockRows = 256;
 
-int64_t block_rows(int64_t vocab) { return std::max(kMinBlockRows, kBlockElements / vocab); }
+int64_t block_rows(const at::Tensor& weight) {
+  const int64_t elements = weight.is_cuda() ? kGpuBlockElements : kBlockElements;
+  return std::max(kMinBlockRows, elements / std::max<int64_t>(1, weight.size(0)));
+}
 
 at::ScalarType loss_dtype(const at::Tensor& hidden) {
   return hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -24,8 +28,9 @@ at::ScalarType loss_dtype(const at::Tensor& hidden) {
 
 // Targets as the blocks need them: [rows], which ones count, and 0 in place of the ignored.
 struct Targets {
-  at::Tensor index;  // [rows, 1] int64, valid everywhere
-  at::Tensor valid;  // [rows, 1] bool
+  at::Tensor index;       // [rows, 1] int64, valid everywhere
+  at::Tensor valid;       // [rows, 1] bool
+  at::Tensor host_valid;  // the same on the CPU, where a block can look at it without waiting
   int64_t count = 0;
 };
 
@@ -36,7 +41,8 @@ Targets prepare(const at::Tensor& targets, int64_t vocab) {
   Targets out;
   out.valid = flat.ne(kIgnoreTarget);
   out.index = flat.masked_fill(out.valid.logical_not(), 0);
-  out.count = out.valid.sum().item<int64_t>();
+  out.host_valid = out.valid.cpu();
+  out.count = out.host_valid.sum().item<int64_t>();
   if (flat.numel() > 0) {
     const auto [low, high] = at::aminmax(out.index);
     TORCH_CHECK(low.item<int64_t>() >= 0 && high.item<int64_t>() < vocab,
@@ -50,7 +56,7 @@ class BlockLogProbs {
  public:
   BlockLogProbs(const at::Tensor& hidden, const at::Tensor& weight)
       : hidden_(hidden), weight_t_(weight.t()), dtype_(loss_dtype(hidden)) {
-    const int64_t rows = std::min(block_rows(weight.size(0)), hidden.size(0));
+    const int64_t rows = std::min(block_rows(weight), hidden.size(0));
     logits_ = at::empty({rows, weight.size(0)}, hidden.options());
     log_probs_ = at::empty({rows, weight.size(0)}, hidden.options().dtype(dtype_));
   }
@@ -65,12 +71,12 @@ class BlockLogProbs {
   }
 
   /// (softmax - onehot) of the block just computed, 0 where ignored, in the dtype of the logits.
-  at::Tensor gradient(const at::Tensor& log_probs, const at::Tensor& index,
-                      const at::Tensor& valid) {
+  at::Tensor gradient(const at::Tensor& log_probs, const at::Tensor& index, const at::Tensor& valid,
+                      bool all_valid) {
     const at::Tensor kept = valid.to(dtype_);
     log_probs.exp_();
     log_probs.scatter_add_(1, index, kept.neg());
-    if (!valid.all().item<bool>()) log_probs.mul_(kept);
+    if (!all_valid) log_probs.mul_(kept);
     at::Tensor logits = logits_.narrow(0, 0, log_probs.size(0));
     if (dtype_ == logits.scalar_type()) return log_probs;
     return logits.copy_(log_probs);
@@ -84,7 +90,7 @@ class BlockLogProbs {
 
 template <typename Visit>
 void for_each_block(const at::Tensor& hidden, const at::Tensor& weight, const Visit& visit) {
-  const int64_t rows = hidden.size(0), step = block_rows(weight.size(0));
+  const int64_t rows = hidden.size(0), step = block_rows(weight);
   for (int64_t start = 0; start < rows; start += step) visit(start, std::min(step, rows - start));
 }
 
@@ -94,7 +100,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& hidden,
                             const at::Tensor& weight, const at::Tensor& index,
-                            const at::Tensor& valid, bool wants_grad) {
+                            const at::Tensor& valid, const at::Tensor& host_valid,
+                            bool wants_grad) {
     const auto dtype = loss_dtype(hidden);
     at::Tensor sum = at::zeros({}, hidden.options().dtype(at::kDouble));
     at::Tensor grad_hidden, grad_weight;
@@ -106,9 +113,11 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     for_each_block(hidden, weight, [&](int64_t start, int64_t n) {
       const at::Tensor targets = index.narrow(0, start, n), kept = valid.narrow(0, start, n);
       const at::Tensor log_probs = block.compute(start, n);
-      sum.sub_(log_probs.gather(1, targets).masked_select(kept).sum(at::kDouble));
+      const at::Tensor chosen = log_probs.gather(1, targets);
+      sum.sub_(chosen.masked_fill_(kept.logical_not(), 0).sum(at::kDouble));
       if (!wants_grad) return;
-      const at::Tensor grad = block.gradient(log_probs, targets, kept);
+      const bool all_valid = host_valid.narrow(0, start, n).all().item<bool>();
+      const at::Tensor grad = block.gradient(log_probs, targets, kept, all_valid);
       at::Tensor grad_rows = grad_hidden.narrow(0, start, n);
       at::mm_out(grad_rows, grad, weight);
       if (dtype == weight.scalar_type()) {
@@ -133,6 +142,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
             grad_weight * grad_output[0].to(grad_weight.scalar_type()),
             {},
             {},
+            {},
             {}};
   }
 };
@@ -155,7 +165,8 @@ LossSum linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& head_we
   const bool wants_grad =
       at::GradMode::is_enabled() && (hidden.requires_grad() || head_weight.requires_grad());
   const at::Tensor rows = hidden.reshape({-1, hidden.size(-1)});
-  return {LinearCrossEntropy::apply(rows, head_weight, prepared.index, prepared.valid, wants_grad),
+  return {LinearCrossEntropy::apply(rows, head_weight, prepared.index, prepared.valid,
+                                    prepared.host_valid, wants_grad),
           prepared.count};
 }
 
