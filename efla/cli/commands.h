@@ -13,6 +13,7 @@ void add_eval(CLI::App& app);
 void add_generate(CLI::App& app);
 void add_tokenizer(CLI::App& app);
 void add_data(CLI::App& app);
+void add_convert(CLI::App& app);
 void add_info(CLI::App& app);
 
 }  // namespace efla::cli

@@ -15,7 +15,7 @@
 #include "efla/cli/commands.h"
 #include "efla/cli/common.h"
 #include "efla/io/error.h"
-#include "efla/io/safetensors.h"
+#include "efla/io/safetensors_model.h"
 #include "efla/io/token_shard.h"
 #include "efla/nn/config.h"
 #include "efla/nn/pretrained.h"
@@ -73,9 +73,13 @@ Json build_facts() {
 
 // "float32", or every dtype with its number of tensors when there are several.
 std::string dtypes(const SafetensorsModel& weights) {
+  const std::map<std::string, std::string> kNames = {
+      {"F64", "float64"}, {"F32", "float32"}, {"F16", "float16"}, {"BF16", "bfloat16"}};
   std::map<std::string, int64_t> counts;
   for (const std::string& name : weights.names()) {
-    ++counts[dtype_name(weights.tensor(name).scalar_type())];
+    const std::string& dtype = weights.entry(name).dtype;
+    const auto known = kNames.find(dtype);
+    ++counts[known == kNames.end() ? dtype : known->second];
   }
   std::string text;
   for (const auto& [dtype, count] : counts) {
@@ -85,35 +89,75 @@ std::string dtypes(const SafetensorsModel& weights) {
   return text;
 }
 
+void add_delta_facts(const ModelConfig& config, Json& facts) {
+  facts["rule"] = to_string(config.rule);
+  facts["beta activation"] = to_string(config.beta_activation);
+  facts["qk norm"] = to_string(config.qk_norm);
+  if (config.q_norm) facts["q norm"] = to_string(*config.q_norm);
+  facts["heads"] = config.num_heads;
+  if (config.value_heads() != config.num_heads) facts["value heads"] = config.value_heads();
+  facts["key size per head"] = config.head_key_size();
+  facts["value size per head"] = config.head_value_size();
+}
+
+void add_attention_facts(const AttentionConfig& attention, const std::string& prefix, Json& facts) {
+  if (!attention.layers.empty()) facts["softmax layers"] = attention.layers;
+  facts[prefix + "heads"] = attention.num_heads;
+  if (attention.kv_heads() != attention.num_heads) {
+    facts[prefix + "key and value heads"] = attention.kv_heads();
+  }
+  if (attention.window_size) facts[prefix + "window"] = *attention.window_size;
+}
+
+// What a sequence keeps between tokens: constant states, and keys and values of softmax layers.
+void add_state_facts(const ModelConfig& config, int64_t element_bytes, Json& facts) {
+  // States and convolution tails are kept in float32.
+  facts["state bytes per sequence"] = config.state_elements() * 4;
+  const int64_t per_token = config.state_elements_per_token();
+  if (per_token > 0) facts["state bytes per token"] = per_token * element_bytes;
+}
+
+void add_mixer_facts(const ModelConfig& config, Json& facts) {
+  if (config.model_type == "mamba2") {
+    facts["heads"] = config.mamba2_heads();
+    facts["key size per head"] = config.mamba2.state_size;
+    facts["value size per head"] = config.mamba2.head_dim;
+    facts["groups"] = config.mamba2.n_groups;
+  } else if (config.model_type == "transformer") {
+    add_attention_facts(*config.attn, "", facts);
+  } else {
+    add_delta_facts(config, facts);
+    if (config.attn) add_attention_facts(*config.attn, "softmax ", facts);
+  }
+}
+
 Json model_facts(const std::string& folder) {
   const fs::path path = folder;
-  std::vector<std::string> unknown;
-  const ModelConfig config = ModelConfig::from_json_file(path / "config.json", &unknown);
+  LoadReport report;
+  const ModelConfig config = check_pretrained(folder, &report);
   const SafetensorsModel weights = SafetensorsModel::open(path);
   const ParameterCount count = config.parameter_count();
   Json facts = {{"model", folder},
+                {"format", report.format},
                 {"family", config.model_type},
-                {"rule", to_string(config.rule)},
-                {"beta activation", to_string(config.beta_activation)},
-                {"qk norm", to_string(config.qk_norm)},
                 {"layers", config.num_hidden_layers},
-                {"hidden size", config.hidden_size},
-                {"heads", config.num_heads},
-                {"key size per head", config.head_key_size()},
-                {"value size per head", config.head_value_size()},
-                {"mlp size", config.mlp_size()},
-                {"vocabulary", config.vocab_size},
-                {"parameters", count.total()},
-                {"parameters, embedding", count.embedding},
-                {"parameters, output head", count.output_head},
-                {"parameters, other", count.other},
-                {"dtype", dtypes(weights)},
-                // States and convolution tails are kept in float32.
-                {"state bytes per sequence", config.state_elements() * 4},
-                {"tokenizer", fs::exists(path / "tokenizer.model") ? "tokenizer.model" : "none"},
-                {"tokenizer fingerprint", config.tokenizer_fingerprint},
-                {"unknown config keys", unknown}};
-  if (config.tokenizer_fingerprint.empty()) facts["tokenizer fingerprint"] = "unknown";
+                {"hidden size", config.hidden_size}};
+  add_mixer_facts(config, facts);
+  if (config.has_mlp()) facts["mlp size"] = config.mlp_size();
+  facts["vocabulary"] = config.vocab_size;
+  facts["tied embeddings"] = config.tie_word_embeddings;
+  facts["parameters"] = count.total();
+  facts["parameters, embedding"] = count.embedding;
+  facts["parameters, output head"] = count.output_head;
+  facts["parameters, other"] = count.other;
+  facts["dtype"] = dtypes(weights);
+  facts["files"] = weights.files().size();
+  add_state_facts(config, at::elementSize(checkpoint_dtype(folder)), facts);
+  facts["tokenizer"] = fs::exists(path / "tokenizer.model") ? "tokenizer.model" : "none";
+  const std::string& fingerprint = config.tokenizer_fingerprint;
+  facts["tokenizer fingerprint"] = fingerprint.empty() ? "unknown" : fingerprint;
+  facts["ignored"] = report.ignored;
+  facts["notes"] = report.notes;
   return facts;
 }
 

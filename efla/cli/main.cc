@@ -103,6 +103,7 @@ std::unique_ptr<CLI::App> make_app() {
   add_generate(*app);
   add_tokenizer(*app);
   add_data(*app);
+  add_convert(*app);
   add_info(*app);
   return app;
 }

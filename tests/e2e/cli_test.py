@@ -160,9 +160,9 @@ class Case(unittest.TestCase):
 
 class Usage(Case):
     def test_help_has_an_example_everywhere(self):
-        for command in ([], ["train"], ["eval"], ["generate"], ["info"], ["tokenizer"], ["data"],
-                        ["tokenizer", "train"], ["tokenizer", "encode"], ["tokenizer", "decode"],
-                        ["data", "prepare"]):
+        for command in ([], ["train"], ["eval"], ["generate"], ["convert"], ["info"], ["tokenizer"],
+                        ["data"], ["tokenizer", "train"], ["tokenizer", "encode"],
+                        ["tokenizer", "decode"], ["data", "prepare"]):
             out = self.ok(*command, "--help")
             self.assertIn("Example:\n  efla " + " ".join(command), out)
 
@@ -588,7 +588,7 @@ class Info(Case):
         self.assertEqual(facts["parameters, other"], total - 2 * VOCAB * HIDDEN)
         # Two heads of 16 x 16, and three convolutions of 32 channels and 4 taps, in float32.
         self.assertEqual(facts["state bytes per sequence"], 4 * (2 * 16 * 16 + 3 * 32 * 4))
-        self.assertEqual(facts["unknown config keys"], ["norm_first"])
+        self.assertEqual(facts["ignored"], ["norm_first"])
         self.assertEqual(facts["tokenizer fingerprint"], self.json("info", "byte")[0]["fingerprint"])
         self.assertEqual((facts["family"], facts["rule"], facts["dtype"]),
                          ("efla", "exact", "float32"))

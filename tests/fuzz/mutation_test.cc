@@ -71,6 +71,26 @@ TEST(Mutations, Safetensors) {
   EXPECT_LT(accepted, 10000);
 }
 
+TEST(Mutations, SafetensorsIndexes) {
+  const std::string valid = valid_safetensors_index();
+  ASSERT_TRUE(read_safetensors_index(bytes_of(valid)));
+  const int accepted = count_accepted(
+      valid, [](const std::string& bytes) { return read_safetensors_index(bytes_of(bytes)); },
+      20000);
+  EXPECT_GT(accepted, 0);
+  EXPECT_LT(accepted, 15000);
+}
+
+TEST(Mutations, Configs) {
+  for (const std::string& valid : valid_configs()) {
+    ASSERT_TRUE(read_config(bytes_of(valid))) << valid;
+    const int accepted = count_accepted(
+        valid, [](const std::string& bytes) { return read_config(bytes_of(bytes)); }, 5000);
+    EXPECT_GT(accepted, 0) << valid;
+    EXPECT_LT(accepted, 4000) << valid;
+  }
+}
+
 TEST(Mutations, TokenShards) {
   const std::string valid = valid_token_shard();
   ASSERT_TRUE(read_token_shard(bytes_of(valid)));
