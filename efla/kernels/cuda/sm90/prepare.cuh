@@ -2,7 +2,7 @@
 // ahead of the warpgroups that hold it.
 //
 //   L_hat_ti = e_hat_t D_ti (k_hat_t . k_hat_i), i < t        A_hat = (I + L_hat)^-1
-//   P_hat_ti = scale D_ti (q_t . k_hat_i), i <= t
+//   P_hat_ti = scale D_ti (q_t . k_hat_i), i <= t      (its tile holds P_hat^T)
 //
 // as in the portable chunk_prepare.cuh (same notation), from tiles that are in shared memory
 // already, results to swizzled tiles there.
@@ -18,14 +18,14 @@ inline constexpr int kPitch = kC + 4;      // of the float triangle: rows fall o
 // Of the triangles only the ten 16 x 16 blocks on and below the diagonal are made. Their floats are
 // kept rounded to TF32, as the products take them.
 struct PrepareScratch {
-  float lower[kC][kPitch];    // K K^T, then L_hat; above the diagonal, products on the way
+  float lower[kC][kPitch];    // L_hat; above the diagonal, products on the way
   float inverse[kC][kPitch];  // A_hat
-  float row_scale[kC];        // of row t of L_hat: e_hat_t k_hat_t / k_t
+  float row_scale[kC];        // of row t of L_hat
   float query_scale[kC];      // of row t of P_hat
   float column_scale[kC];     // k_hat / k
   float half_gate[kC];        // log gates summed over tokens 0.., and 32.. apart
   float cumulative[kC];       // G, inclusive
-  float norm[kC];             // |k|^2 as the tensor cores see it
+  float square[kC];           // |k|^2 as the tensor cores see it
 };
 
 __device__ __forceinline__ void sync_prepare() { sync_threads(kPrepareBarrier, kWarpgroup); }
@@ -38,11 +38,12 @@ __device__ __forceinline__ void block_place(int b, int& row, int& column) {
 
 __device__ __forceinline__ float round_tf32(float x) { return __uint_as_float(to_tf32(x)); }
 
-// A 16 x 16 tile of sign * A B at out, depth a multiple of 8, TF32; one warp.
+// A 16 x 8 kWide tile of sign * A B at out, depth a multiple of 8, TF32; one warp.
+template <int kWide>
 __device__ __forceinline__ void multiply_tile(const float* a, const float* b, int depth, float sign,
                                               float* out, int lane) {
   const int g = lane / 4, t = lane % 4;
-  float c[2][4] = {};
+  float c[kWide][4] = {};
 #pragma unroll 4
   for (int k0 = 0; k0 < depth; k0 += 8) {
     const uint32_t x[4] = {__float_as_uint(a[g * kPitch + k0 + t]),
@@ -50,14 +51,14 @@ __device__ __forceinline__ void multiply_tile(const float* a, const float* b, in
                            __float_as_uint(a[g * kPitch + k0 + t + 4]),
                            __float_as_uint(a[(g + 8) * kPitch + k0 + t + 4])};
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kWide; ++n) {
       const uint32_t y[2] = {__float_as_uint(b[(k0 + t) * kPitch + 8 * n + g]),
                              __float_as_uint(b[(k0 + t + 4) * kPitch + 8 * n + g])};
       mma_tf32(c[n], x, y);
     }
   }
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+  for (int n = 0; n < kWide; ++n) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       *reinterpret_cast<float2*>(&out[(g + 8 * h) * kPitch + 8 * n + 2 * t]) =
@@ -66,18 +67,33 @@ __device__ __forceinline__ void multiply_tile(const float* a, const float* b, in
   }
 }
 
-// Inverts I + lower into `inverse`: the diagonal blocks of 16 by substitution in float, one per
-// warp and one column per lane, then [A11 0; -A22 L21 A11 A22] for blocks of 16 and of 32.
+// The same for an 8 x 8 tile of depth 8.
+__device__ __forceinline__ void multiply_small(const float* a, const float* b, float sign,
+                                               float* out, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  const uint32_t x[4] = {__float_as_uint(a[g * kPitch + t]), 0,
+                         __float_as_uint(a[g * kPitch + t + 4]), 0};
+  const uint32_t y[2] = {__float_as_uint(b[t * kPitch + g]),
+                         __float_as_uint(b[(t + 4) * kPitch + g])};
+  float c[4] = {};
+  mma_tf32(c, x, y);
+  *reinterpret_cast<float2*>(&out[g * kPitch + 2 * t]) =
+      make_float2(round_tf32(sign * c[0]), round_tf32(sign * c[1]));
+}
+
+// Inverts I + lower into `inverse`, whose diagonal blocks are zero above the diagonal already:
+// blocks of 8 by substitution in float, a column per lane, then [A11 0; -A22 L21 A11 A22] for
+// blocks of 8, of 16 and of 32.
 __device__ __forceinline__ void invert(PrepareScratch& s, int thread) {
   const int warp = thread / 32, lane = thread % 32;
-  const int base = 16 * warp, column = lane % 16;
-  float x[16];
+  const int base = 16 * warp, first = base + lane / 8 % 2 * 8, column = lane % 8;
+  float x[8];
 #pragma unroll
-  for (int r = 0; r < 16; ++r) {
+  for (int r = 0; r < 8; ++r) {
     float even = r == column ? 1.f : 0.f, odd = 0.f;
 #pragma unroll
     for (int i = 0; i < r; i += 4) {
-      const float4 l = *reinterpret_cast<const float4*>(&s.lower[base + r][base + i]);
+      const float4 l = *reinterpret_cast<const float4*>(&s.lower[first + r][first + i]);
       even -= l.x * x[i];
       if (i + 1 < r) odd -= l.y * x[i + 1];
       if (i + 2 < r) even -= l.z * x[i + 2];
@@ -87,31 +103,31 @@ __device__ __forceinline__ void invert(PrepareScratch& s, int thread) {
   }
   if (lane < 16) {
 #pragma unroll
-    for (int r = 0; r < 16; ++r) s.inverse[base + r][base + column] = round_tf32(x[r]);
+    for (int r = 0; r < 8; ++r) s.inverse[first + r][first + column] = round_tf32(x[r]);
   }
+  __syncwarp();
+  multiply_small(&s.lower[base + 8][base], &s.inverse[base][base], 1.f, &s.lower[base][base + 8],
+                 lane);
+  __syncwarp();
+  multiply_small(&s.inverse[base + 8][base + 8], &s.lower[base][base + 8], -1.f,
+                 &s.inverse[base + 8][base], lane);
   sync_prepare();
-  if (warp % 2 == 1) {  // the block below the diagonal of this warp's pair
-    float* scratch = &s.lower[base - 16][base];
-    multiply_tile(&s.lower[base][base - 16], &s.inverse[base - 16][base - 16], 16, 1.f, scratch,
-                  lane);
-    __syncwarp();
-    multiply_tile(&s.inverse[base][base], scratch, 16, -1.f, &s.inverse[base][base - 16], lane);
-  }
+  // Blocks of 16: a warp takes 8 columns of one of the two pairs.
+  const int pair = warp / 2 * 32, c8 = warp % 2 * 8;
+  multiply_tile<1>(&s.lower[pair + 16][pair], &s.inverse[pair][pair + c8], 16, 1.f,
+                   &s.lower[pair][pair + 16 + c8], lane);
+  __syncwarp();
+  multiply_tile<1>(&s.inverse[pair + 16][pair + 16], &s.lower[pair][pair + 16 + c8], 16, -1.f,
+                   &s.inverse[pair + 16][pair + c8], lane);
   sync_prepare();
+  // Blocks of 32: a warp takes one of four tiles. Column tile c of the lower triangle A11 begins at
+  // row c; row tile r of A22 ends at r + 16.
   const int r = warp / 2 * 16, c = warp % 2 * 16;
-  // Column tile c of the lower triangle A11 begins at row c; row tile r of A22 ends at r + 16.
-  multiply_tile(&s.lower[32 + r][c], &s.inverse[c][c], 32 - c, 1.f, &s.lower[r][32 + c], lane);
+  multiply_tile<2>(&s.lower[32 + r][c], &s.inverse[c][c], 32 - c, 1.f, &s.lower[r][32 + c], lane);
   sync_prepare();
-  multiply_tile(&s.inverse[32 + r][32], &s.lower[0][32 + c], r + 16, -1.f, &s.inverse[32 + r][c],
-                lane);
+  multiply_tile<2>(&s.inverse[32 + r][32], &s.lower[0][32 + c], r + 16, -1.f, &s.inverse[32 + r][c],
+                   lane);
   sync_prepare();
-}
-
-// Writes a pair of neighbouring elements into a swizzled tile.
-template <typename T>
-__device__ __forceinline__ void put_pair(unsigned char* tile, int row, int column, float x,
-                                         float y) {
-  *reinterpret_cast<uint32_t*>(tile + tile_offset(row, column)) = pack<T>(x, y);
 }
 
 // Zeroes row `row` of the tiles of one operand, 64 columns each.
@@ -143,27 +159,36 @@ struct TokenInput {
   float beta = 0.f, log_decay = 0.f;
 };
 
+template <bool kDecay>
 __device__ __forceinline__ TokenInput read_token(const ChunkArgs& a, int row, int token, int hv,
                                                  bool exists) {
   TokenInput x;
   if (exists) {
     x.beta = *element<float>(a.beta, row, token, hv);
-    if (a.log_decay.data) x.log_decay = *element<float>(a.log_decay, row, token, hv);
+    if (kDecay) x.log_decay = *element<float>(a.log_decay, row, token, hv);
   }
   return x;
 }
 
-// The scalars of token t = thread index, from |k|^2 in s.norm; threads t < kC only. Needs
-// sync_prepare() before its results are used; the gates still lack their sum (accumulate_gates).
-__device__ __forceinline__ StepCoefficients<float> make_coefficients(const ChunkArgs& a,
-                                                                     const TokenInput& x, float kk,
-                                                                     bool exists, float& norm,
-                                                                     float& key_scale) {
-  const float lambda = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
-  key_scale = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
-  norm = kk > 0.f ? sqrtf(lambda) : 1.f;
-  if (!exists) return {0.f, 0.f, 0.f};
-  return step_coefficients(a.rule, x.beta, lambda, a.log_decay.data != nullptr, x.log_decay);
+// A token's scalars for the normalised key: e |k|^2 / |k as stored|, w |k| and the log gate.
+struct HatCoefficients {
+  float log_gate, erase, write;
+};
+
+template <bool kDecay>
+__device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, const TokenInput& x,
+                                                            float square) {
+  const float root = square > 0.f ? rsqrtf(square) : 0.f;
+  const float key_scale = a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
+  const float lambda = a.qk_l2norm ? square * key_scale * key_scale : square;
+  if (!kDecay && __builtin_expect(a.rule == Rule::kExact, 1)) {
+    // e |k|^2 = w |k|^2 = 1 - e^-x without the detour over phi: the chain that matters most.
+    const float erased = -expm1f(-x.beta * lambda);
+    return {0.f, erased * root, a.qk_l2norm ? erased * root / key_scale : erased * root};
+  }
+  const auto c = step_coefficients(a.rule, x.beta, lambda, kDecay, x.log_decay);
+  const float norm = square > 0.f ? square * root * key_scale : 1.f;  // |k|; 1 for a zero key
+  return {c.log_gate, c.erase * norm * key_scale, c.write * norm};
 }
 
 // Starts d = X K^T for tiles x and k of the chunk.
@@ -179,75 +204,78 @@ __device__ __forceinline__ void multiply_keys(float (&d)[32], const unsigned cha
   commit_products();
 }
 
-// Stores the blocks of K K^T that count, and |k_t|^2, which stands on the diagonal.
-__device__ __forceinline__ void store_products(PrepareScratch& s, const float (&kk)[32],
-                                               int thread) {
+// |k_t|^2, from the diagonal of K K^T. Returns whether one of the thread's overflows.
+__device__ __forceinline__ bool store_squares(PrepareScratch& s, const float (&kk)[32],
+                                              int thread) {
+  const int warp = thread / 32, lane = thread % 32, g = lane / 4;
+  // Element (r, r) of the two 8 x 8 blocks on the diagonal lies with lane 4 g + g / 2.
+  const bool odd = g % 2 == 1;
+  float x[2];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if (warp != w) continue;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) x[h] = odd ? kk[8 * w + 6 * h + 1] : kk[8 * w + 6 * h];
+  }
+  if (g / 2 != lane % 4) return false;
+  s.square[16 * warp + g] = x[0];
+  s.square[16 * warp + 8 + g] = x[1];
+  return fmaxf(x[0], x[1]) > FLT_MAX;
+}
+
+// L_hat from K K^T, row factor times column factor times D_ti. What lies above the diagonal in the
+// diagonal blocks is never read.
+template <bool kDecay>
+__device__ __forceinline__ void store_lower(PrepareScratch& s, const float (&kk)[32], int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4, t4 = lane % 4 * 2;
+  const float scale[2] = {s.row_scale[row], s.row_scale[row + 8]};
+  const float sum[2] = {kDecay ? s.cumulative[row] : 0.f, kDecay ? s.cumulative[row + 8] : 0.f};
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     if (j > 2 * warp + 1) break;
+    const float2 column = *reinterpret_cast<const float2*>(&s.column_scale[8 * j + t4]);
+    float2 gate;
+    if constexpr (kDecay) gate = *reinterpret_cast<const float2*>(&s.cumulative[8 * j + t4]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float x = kk[4 * j + 2 * h], y = kk[4 * j + 2 * h + 1];
-      *reinterpret_cast<float2*>(&s.lower[row + 8 * h][8 * j + t4]) = make_float2(x, y);
-      if (j == 2 * warp + h) {
-        if (t4 == lane / 4) s.norm[row + 8 * h] = x;
-        if (t4 + 1 == lane / 4) s.norm[row + 8 * h] = y;
-      }
+      float x = scale[h] * column.x * kk[4 * j + 2 * h];
+      float y = scale[h] * column.y * kk[4 * j + 2 * h + 1];
+      if constexpr (kDecay) x *= __expf(sum[h] - gate.x), y *= __expf(sum[h] - gate.y);
+      *reinterpret_cast<float2*>(&s.lower[row + 8 * h][8 * j + t4]) =
+          make_float2(round_tf32(x), round_tf32(y));
     }
   }
 }
 
-// Scales K K^T to L_hat: D_ti times a factor of the row and one of the column.
-__device__ __forceinline__ void scale_products(PrepareScratch& s, bool has_decay, int thread) {
-#pragma unroll
-  for (int i = 0; i < 5; ++i) {  // 640 groups of four
-    int block_row, block_column;
-    block_place(2 * i + thread / 64, block_row, block_column);
-    const int r = 16 * block_row + thread % 16, c = 16 * block_column + thread / 16 % 4 * 4;
-    float4& l = *reinterpret_cast<float4*>(&s.lower[r][c]);
-    const float4 column = *reinterpret_cast<const float4*>(&s.column_scale[c]);
-    const float row = s.row_scale[r];
-    float x[4] = {l.x * column.x, l.y * column.y, l.z * column.z, l.w * column.w};
-    if (has_decay) {
-      const float4 gate = *reinterpret_cast<const float4*>(&s.cumulative[c]);
-      const float sum = s.cumulative[r];
-      x[0] *= __expf(sum - gate.x), x[1] *= __expf(sum - gate.y);
-      x[2] *= __expf(sum - gate.z), x[3] *= __expf(sum - gate.w);
-    }
-    l = make_float4(round_tf32(row * x[0]), round_tf32(row * x[1]), round_tf32(row * x[2]),
-                    round_tf32(row * x[3]));
-  }
-}
-
-// P_hat from Q K^T.
-template <typename T>
-__device__ __forceinline__ void store_scores(const PrepareScratch& s, const float (&qk)[32],
-                                             unsigned char* scores, bool has_decay, int thread) {
+// P_hat transposed from kq = K Q^T: rows are keys. So the warp with the most of L_hat has the least
+// of this.
+template <typename T, bool kDecay>
+__device__ __forceinline__ void store_scores(const PrepareScratch& s, const float (&kq)[32],
+                                             unsigned char* scores, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4, t4 = lane % 4 * 2;
-  const float scale[2] = {s.query_scale[row], s.query_scale[row + 8]};
-  const float sum[2] = {has_decay ? s.cumulative[row] : 0.f,
-                        has_decay ? s.cumulative[row + 8] : 0.f};
+  const float scale[2] = {s.column_scale[row], s.column_scale[row + 8]};
+  const float sum[2] = {kDecay ? s.cumulative[row] : 0.f, kDecay ? s.cumulative[row + 8] : 0.f};
+  const int offset = tile_offset(row, t4);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    if (j > 2 * warp + 1) break;
+    if (j < 2 * warp) continue;
     const int c = 8 * j + t4;
-    const float2 column = *reinterpret_cast<const float2*>(&s.column_scale[c]);
+    const float2 query = *reinterpret_cast<const float2*>(&s.query_scale[c]);
     float2 gate;
-    if (has_decay) gate = *reinterpret_cast<const float2*>(&s.cumulative[c]);
+    if constexpr (kDecay) gate = *reinterpret_cast<const float2*>(&s.cumulative[c]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = row + 8 * h;
-      float x = scale[h] * qk[4 * j + 2 * h] * column.x;
-      float y = scale[h] * qk[4 * j + 2 * h + 1] * column.y;
-      if (has_decay) x *= __expf(sum[h] - gate.x), y *= __expf(sum[h] - gate.y);
-      if (j >= 2 * warp) {
-        if (c > r) x = 0.f;
-        if (c + 1 > r) y = 0.f;
+      float x = scale[h] * query.x * kq[4 * j + 2 * h];
+      float y = scale[h] * query.y * kq[4 * j + 2 * h + 1];
+      if constexpr (kDecay) x *= __expf(gate.x - sum[h]), y *= __expf(gate.y - sum[h]);
+      if (j <= 2 * warp + 1) {
+        if (c < r) x = 0.f;
+        if (c + 1 < r) y = 0.f;
       }
-      put_pair<T>(scores, r, c, x, y);
+      *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) = pack<T>(x, y);
     }
   }
 }
@@ -271,18 +299,20 @@ __device__ __forceinline__ void store_inverse(const PrepareScratch& s, unsigned 
   }
 }
 
-// The scalars of one chunk; |k|^2 is in s.norm. Threads t < kC take a token's coefficients, the
-// others the queries' scales.
-template <typename T, int kK, bool kScores>
+// The scalars of one chunk. Threads t < kC take a token's coefficients, the others the queries'
+// scales.
+template <typename T, int kK, bool kDecay, bool kScores>
 __device__ __forceinline__ void make_scalars(const ChunkArgs& a, PrepareScratch& s,
                                              const unsigned char* q, ChunkScalars& scalars,
                                              const TokenInput& input, int tokens, int thread) {
-  const bool has_decay = a.log_decay.data != nullptr;
+  HatCoefficients c{0.f, 0.f, 0.f};
   if (thread < kC) {
-    float norm, key_scale;
-    const float square = s.norm[thread];
-    const auto c = make_coefficients(a, input, square, thread < tokens, norm, key_scale);
-    if (has_decay) {  // inclusive sums, each warp over its own 32 tokens
+    const float square = s.square[thread];
+    if (thread < tokens) c = hat_coefficients<kDecay>(a, input, square);
+    s.row_scale[thread] = c.erase;
+    s.column_scale[thread] = square > 0.f ? rsqrtf(square) : 1.f;
+    scalars.write[thread] = c.write;
+    if constexpr (kDecay) {  // inclusive sums, each warp over its own 32 tokens
       float sum = c.log_gate;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
@@ -290,64 +320,56 @@ __device__ __forceinline__ void make_scalars(const ChunkArgs& a, PrepareScratch&
         if (thread % 32 >= offset) sum += other;
       }
       s.half_gate[thread] = sum;
+    } else {
+      scalars.erase[thread] = c.erase;
+      scalars.key_out[thread] = s.column_scale[thread];
+      if (thread == 0) scalars.gate = 1.f;
     }
-    s.row_scale[thread] = c.erase * norm * key_scale;
-    s.column_scale[thread] = square > 0.f ? rsqrtf(square) : key_scale;
-    scalars.write[thread] = c.write * norm;
   } else if constexpr (kScores) {
     float scale = a.scale;
     if (a.qk_l2norm) scale *= rsqrtf(square_of_row<T>(q, kK / 64, thread - kC) + 1e-6f);
     s.query_scale[thread - kC] = scale;
+    if constexpr (!kDecay) scalars.query[thread - kC] = scale;
   }
   sync_prepare();
+  if constexpr (!kDecay) return;
   if (thread < kC) {
-    float gamma = 1.f, rest = 1.f, whole = 1.f;
-    if (has_decay) {
-      const float half = s.half_gate[31], total = half + s.half_gate[63];
-      const float sum = s.half_gate[thread] + (thread >= 32 ? half : 0.f);
-      s.cumulative[thread] = sum;
-      gamma = expf(sum), rest = expf(total - sum), whole = expf(total);
-    }
-    scalars.erase[thread] = s.row_scale[thread] * gamma;
-    if constexpr (kScores) scalars.query[thread] = s.query_scale[thread] * gamma;
-    scalars.key_out[thread] = s.column_scale[thread] * rest;
-    if (thread == 0) scalars.gate = whole;
+    const float half = s.half_gate[31], total = half + s.half_gate[63];
+    const float sum = s.half_gate[thread] + (thread >= 32 ? half : 0.f);
+    s.cumulative[thread] = sum;
+    scalars.erase[thread] = c.erase * expf(sum);
+    if constexpr (kScores) scalars.query[thread] = s.query_scale[thread] * expf(sum);
+    scalars.key_out[thread] = s.column_scale[thread] * expf(total - sum);
+    if (thread == 0) scalars.gate = expf(total);
   }
-  if (has_decay) sync_prepare();  // for s.cumulative
+  sync_prepare();
 }
 
 // The chunk's part before the inverse: from kk = K K^T to L_hat in the scratch, P_hat and scalars.
-template <typename T, int kK, bool kErase, bool kScores>
+template <typename T, int kK, bool kErase, bool kDecay, bool kScores>
 __device__ __forceinline__ void prepare_chunk(const ChunkArgs& a, PrepareScratch& s,
                                               float (&kk)[32], unsigned char* k,
                                               const unsigned char* q, unsigned char* scores,
                                               ChunkScalars& scalars, const TokenInput& input,
                                               int tokens, int thread) {
-  const bool has_decay = a.log_decay.data != nullptr;
-  while (true) {
-    store_products(s, kk, thread);
+  // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
+  while (sync_threads_or(kPrepareBarrier, kWarpgroup, store_squares(s, kk, thread)) &&
+         (a.qk_l2norm || key_overflows(a.rule, HUGE_VALF))) {
+    if (thread < tokens && s.square[thread] > FLT_MAX) zero_row(k, kK / 64, thread);
+    fence_async_proxy();
     sync_prepare();
-    // A key whose |k|^2 overflows is skipped: as zero, after which the products are good.
-    const float square = s.norm[thread % kC];
-    const bool bad =
-        thread < tokens && square > FLT_MAX && (a.qk_l2norm || key_overflows(a.rule, square));
-    if (bad) {
-      zero_row(k, kK / 64, thread);
-      fence_async_proxy();
-    }
-    if (!sync_threads_or(kPrepareBarrier, kWarpgroup, bad)) break;
     multiply_keys<T, kK>(kk, k, k);
     wait_products<0>();
     pin(kk);
   }
-  float qk[32];
-  if constexpr (kScores) multiply_keys<T, kK>(qk, q, k);  // while the coefficients are made
-  make_scalars<T, kK, kScores>(a, s, q, scalars, input, tokens, thread);
-  if constexpr (kErase) scale_products(s, has_decay, thread);
+  float kq[32];
+  if constexpr (kScores) multiply_keys<T, kK>(kq, k, q);  // while the coefficients are made
+  make_scalars<T, kK, kDecay, kScores>(a, s, q, scalars, input, tokens, thread);
+  if constexpr (kErase) store_lower<kDecay>(s, kk, thread);
   if constexpr (kScores) {
     wait_products<0>();
-    pin(qk);
-    store_scores<T>(s, qk, scores, has_decay, thread);
+    pin(kq);
+    store_scores<T, kDecay>(s, kq, scores, thread);
   }
 }
 

@@ -97,7 +97,7 @@ __device__ __forceinline__ void feed(const ScanMaps& maps, ScanShared<kK, kV, kW
 }
 
 // The auxiliary warpgroup.
-template <typename T, int kK, int kV, bool kErase, Walk kWalk>
+template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
                                         const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
@@ -109,11 +109,12 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   for (int i = thread; i < static_cast<int>(sizeof(s.scores)) / 16; i += kWarpgroup) {
     reinterpret_cast<uint4*>(s.scores)[i] = make_uint4(0, 0, 0, 0);
   }
+  for (int i = thread; i < kC * kPitch; i += kWarpgroup) s.scratch.inverse[0][i] = 0.f;
   Ring<Shared::kStages> ring;
   Ring<2> out;
   const int row = static_cast<int>(p.row), hv = p.hv;
   int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
-  TokenInput input = read_token(a, row, token + thread, hv, thread < min(kC, left));
+  TokenInput input = read_token<kDecay>(a, row, token + thread, hv, thread < min(kC, left));
   float kk[32];
   // Starts K K^T of the ring's chunk. What lies behind the sequence may be anything, NaN too.
   const auto start = [&](int tokens) {
@@ -137,13 +138,13 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     const int i = ring.index, j = out.index, tokens = min(kC, left);
     left -= kC;
     token += kC;
-    const TokenInput later = read_token(a, row, token + thread, hv, thread < min(kC, left));
+    const TokenInput later = read_token<kDecay>(a, row, token + thread, hv, thread < min(kC, left));
     s.triangles_free[j].wait(out.round ^ 1);
     if (values && tokens < kC) {
       s.values_full[i].wait(ring.round);
       if (thread >= tokens && thread < kC) zero_row(s.v[i][0], kV / 64, thread);
     }
-    prepare_chunk<T, kK, kErase, Shared::kOutput>(
+    prepare_chunk<T, kK, kErase, kDecay, Shared::kOutput>(
         a, s.scratch, kk, s.k[i][0], s.q[Shared::kOutput ? i : 0][0],
         s.scores[Shared::kOutput ? j : 0], s.scalars[j], input, tokens, thread);
     ring.advance();
@@ -221,7 +222,7 @@ __device__ __forceinline__ void make_r(uint32_t (&packed)[4][4], const float (&r
 }
 
 // A warpgroup with 64 rows of S^T.
-template <typename T, int kK, int kV, bool kErase, Walk kWalk>
+template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                                      ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
@@ -233,7 +234,6 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int column = p.column0 + 64 * group;  // of V
-  const bool has_decay = a.log_decay.data != nullptr;
   const int64_t state_size = int64_t{kK} * a.value_dim;
   // This lane's row of 8 columns of v and o, for the transposing 8 x 8 loads and stores.
   const int piece = thread / 32 * 2 + lane / 8 % 2;
@@ -328,7 +328,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
         for (int h = 0; h < 2; ++h) o[4 * n + 2 * h] *= query.x, o[4 * n + 2 * h + 1] *= query.y;
       }
     }
-    if (has_decay) {
+    if constexpr (kDecay) {
       const float gate = scalars.gate;
 #pragma unroll
       for (int n = 0; n < kK / 2; ++n) state[n] *= gate;
@@ -355,9 +355,9 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     for (int n = 0; n < 4; ++n) product_columns<T>(state, key_u[n], columns + 128 * n, true);
     commit_products();
     if constexpr (kOutput) {
-      const uint64_t b = describe_rows(s.scores[j]);
+      const uint64_t b = describe_columns(s.scores[j], kC * 128);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) product<T>(o, u[n], b + 2 * n, true);
+      for (int n = 0; n < 4; ++n) product_columns<T>(o, u[n], b + 128 * n, true);
       commit_products();
       wait_products<1>();
     } else {
@@ -396,7 +396,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 template <int kV>
 inline constexpr int kScanThreads = (kV / 64 + 2) * kWarpgroup;
 
-template <typename T, int kK, int kV, bool kErase, Walk kWalk>
+template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __global__ void __launch_bounds__(kScanThreads<kV>, 1)
     scan_kernel(const __grid_constant__ ScanMaps maps, const __grid_constant__ ScanArgs args) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -409,11 +409,11 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   if (group < kGroups) {
     take_registers<kGroups == 2 ? 192 : 232>();
     const Place p = find_place(args, kV);
-    walk<T, kK, kV, kErase, kWalk>(maps, args, s, p, values);
+    walk<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
   } else if (group == kGroups) {
-    give_registers<kGroups == 2 ? 96 : 152>();
+    give_registers<kGroups == 2 ? 104 : 152>();
     const Place p = find_place(args, kV);
-    prepare<T, kK, kV, kErase, kWalk>(args.common, s, p, values);
+    prepare<T, kK, kV, kErase, kDecay, kWalk>(args.common, s, p, values);
   } else {
     give_registers<24>();
     const Place p = find_place(args, kV);

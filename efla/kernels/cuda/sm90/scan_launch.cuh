@@ -7,7 +7,7 @@
 
 namespace efla::cuda::sm90 {
 
-template <typename T, int kK, int kV, bool kErase, Walk kWalk>
+template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 cudaError_t launch_walk(const ScanMaps& maps, const ScanArgs& args, int64_t places,
                         cudaStream_t stream) {
   constexpr int kBytes = sizeof(ScanShared<kK, kV, kWalk>);
@@ -15,7 +15,7 @@ cudaError_t launch_walk(const ScanMaps& maps, const ScanArgs& args, int64_t plac
   const int64_t blocks = places * args.common.value_heads * (args.common.value_dim / kV);
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  auto* kernel = scan_kernel<T, kK, kV, kErase, kWalk>;
+  auto* kernel = scan_kernel<T, kK, kV, kErase, kDecay, kWalk>;
   if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
     return e;
   }
@@ -24,22 +24,22 @@ cudaError_t launch_walk(const ScanMaps& maps, const ScanArgs& args, int64_t plac
   return cudaGetLastError();
 }
 
-template <typename T, int kK, int kV, bool kErase>
+template <typename T, int kK, int kV, bool kErase, bool kDecay>
 cudaError_t launch_parts(const ScanMaps& maps, ScanArgs args, const ScanPlan& plan, float* states,
                          cudaStream_t stream) {
   const ChunkArgs& a = args.common;
   if (plan.part_tokens == 0) {
-    return launch_walk<T, kK, kV, kErase, Walk::kOutput>(maps, args, a.sequences, stream);
+    return launch_walk<T, kK, kV, kErase, kDecay, Walk::kOutput>(maps, args, a.sequences, stream);
   }
-  if (auto e =
-          launch_walk<T, kK, kV, kErase, Walk::kAdvance>(maps, args, plan.part_slots, stream)) {
+  if (auto e = launch_walk<T, kK, kV, kErase, kDecay, Walk::kAdvance>(maps, args, plan.part_slots,
+                                                                      stream)) {
     return e;
   }
   const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), a.value_dim / kJoinColumns);
   join_kernel<kK><<<grid, kJoinThreads, 0, stream>>>(args, states, plan.part_slots);
   if (auto e = cudaGetLastError()) return e;
   args.part_states = states;
-  return launch_walk<T, kK, kV, kErase, Walk::kOutput>(maps, args, plan.part_slots, stream);
+  return launch_walk<T, kK, kV, kErase, kDecay, Walk::kOutput>(maps, args, plan.part_slots, stream);
 }
 
 template <typename T>
@@ -47,9 +47,13 @@ cudaError_t launch_scan(const ScanMaps& maps, const ScanArgs& args, const ScanPl
                         float* states, cudaStream_t stream) {
   const auto run = [&](auto key_dim, auto value_tile) {
     constexpr int kK = decltype(key_dim)::value, kV = decltype(value_tile)::value;
-    return erases(args.common.rule)
-               ? launch_parts<T, kK, kV, true>(maps, args, plan, states, stream)
-               : launch_parts<T, kK, kV, false>(maps, args, plan, states, stream);
+    const bool decay = args.common.log_decay.data != nullptr;
+    if (erases(args.common.rule)) {
+      return decay ? launch_parts<T, kK, kV, true, true>(maps, args, plan, states, stream)
+                   : launch_parts<T, kK, kV, true, false>(maps, args, plan, states, stream);
+    }
+    return decay ? launch_parts<T, kK, kV, false, true>(maps, args, plan, states, stream)
+                 : launch_parts<T, kK, kV, false, false>(maps, args, plan, states, stream);
   };
   using Narrow = std::integral_constant<int, 64>;
   using Wide = std::integral_constant<int, 128>;
