@@ -7,6 +7,9 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <cstdlib>
+#include <string_view>
+
 #include "efla/kernels/cuda/delta_rule.h"
 
 namespace efla::ops {
@@ -26,6 +29,17 @@ void check_launch(const DeltaRuleArguments& a, cudaError_t error) {
               a.v.sizes());
 }
 
+// EFLA_CUDA_KERNELS=portable in the environment when the library is first used keeps to the
+// portable kernels, so that they can be tested where others would run.
+cuda::Family family() {
+  static const cuda::Family chosen = [] {
+    const char* name = std::getenv("EFLA_CUDA_KERNELS");
+    const bool portable = name != nullptr && std::string_view(name) == "portable";
+    return portable ? cuda::Family::kPortable : cuda::Family::kAuto;
+  }();
+  return chosen;
+}
+
 at::Tensor workspace(const at::Tensor& like, int64_t bytes) {
   return at::empty({bytes}, like.options().dtype(at::kByte));
 }
@@ -41,8 +55,8 @@ void cuda_forward(const DeltaRuleArguments& a, const ForwardParams& params, bool
     check_launch(a, cuda::recurrent_forward(params, stream));
     return;
   }
-  const at::Tensor scratch = workspace(a.q, cuda::chunk_forward_workspace(params));
-  check_launch(a, cuda::chunk_forward(params, scratch.mutable_data_ptr(), stream));
+  const at::Tensor scratch = workspace(a.q, cuda::chunk_forward_workspace(params, family()));
+  check_launch(a, cuda::chunk_forward(params, scratch.mutable_data_ptr(), stream, family()));
 }
 
 void cuda_backward(const DeltaRuleArguments& a, BackwardParams params) {

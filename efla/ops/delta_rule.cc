@@ -158,12 +158,12 @@ Gradients backward_kernel(const Tensor& grad_o, const OptionalTensor& grad_final
       buffer(kGradInitialState, {s.sequences, s.value_heads, s.key_dim, s.value_dim}, arithmetic);
 
   Tensor grad_final;
-  if (const Tensor* t = given(grad_final_state)) grad_final = t->contiguous();
+  if (const Tensor* t = given(grad_final_state)) grad_final = with_readable_rows(t->contiguous());
   if (prepared.empty()) {
     for (Tensor& t : g) t.zero_();
     if (wanted[kGradInitialState] && grad_final.defined()) g[kGradInitialState].copy_(grad_final);
   } else {
-    const Tensor grad = with_contiguous_rows(as_dtype(grad_o, storage));
+    const Tensor grad = with_readable_rows(as_dtype(grad_o, storage));
     const Tensor kept = states.contiguous();
     params.grad_o = view_of(grad);
     params.checkpoints = kept.const_data_ptr();

@@ -161,9 +161,9 @@ void prepare_problem(const DeltaRuleArguments& a, const std::optional<at::Tensor
   const int64_t head_axis = axis ? 2 : 1;
   Problem& p = out.problem;
 
-  out.q = with_contiguous_rows(as_dtype(a.q, storage));
-  out.k = with_contiguous_rows(as_dtype(a.k, storage));
-  out.v = with_contiguous_rows(as_dtype(a.v, storage));
+  out.q = with_readable_rows(as_dtype(a.q, storage));
+  out.k = with_readable_rows(as_dtype(a.k, storage));
+  out.v = with_readable_rows(as_dtype(a.v, storage));
   out.beta = as_dtype(a.beta, arithmetic);
   p.q = view_of(out.q, axis);
   p.k = view_of(out.k, axis);
@@ -198,7 +198,7 @@ void prepare_problem(const DeltaRuleArguments& a, const std::optional<at::Tensor
     p.shape.sequences = offsets->size(0) - 1;
   }
   if (const at::Tensor* state = given(initial_state)) {
-    out.initial_state = contiguous(*state, arithmetic);
+    out.initial_state = with_readable_rows(contiguous(*state, arithmetic));
     p.initial_state = out.initial_state.const_data_ptr();
   }
 }

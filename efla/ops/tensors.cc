@@ -22,6 +22,18 @@ void check_device(const char* op, const at::Tensor& first, const char* name,
       ", but this build of EFLA has no kernels for that device; move the tensors to the CPU");
 }
 
+at::Tensor with_readable_rows(const at::Tensor& t) {
+  at::Tensor rows = with_contiguous_rows(t);
+  if (!rows.is_cuda() || rows.dim() == 0) return rows;
+  const int64_t piece = 16 / rows.element_size();
+  if (rows.size(-1) % piece != 0) return rows;
+  bool aligned = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0;
+  for (const int64_t stride : rows.strides().slice(0, static_cast<size_t>(rows.dim()) - 1)) {
+    aligned = aligned && stride % piece == 0;
+  }
+  return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
 void check_no_tangent(const char* op, const at::Tensor& tensor) {
   TORCH_CHECK(!tensor._fw_grad(/*level=*/0).defined() ||
                   !c10::AutogradState::get_tls_state().get_fw_grad_mode(),

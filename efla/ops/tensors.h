@@ -63,6 +63,10 @@ inline at::Tensor with_contiguous_rows(const at::Tensor& t) {
   return t.dim() == 0 || t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
 
+/// As with_contiguous_rows; on a GPU also a copy if the rows hold whole 16-byte pieces but do not
+/// start on 16-byte boundaries, where the fast kernels could not read them.
+at::Tensor with_readable_rows(const at::Tensor& t);
+
 inline at::Tensor contiguous(const at::Tensor& t, at::ScalarType dtype) {
   return as_dtype(t, dtype).contiguous();
 }
