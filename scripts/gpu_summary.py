@@ -31,11 +31,11 @@ def gtest_counts(folder):
     return counts
 
 
-def python_counts(folder):
-    if not (folder / "python.rc").is_file():
+def python_counts(folder, name):
+    if not (folder / f"{name}.rc").is_file():
         return [0, 0, 0]
     try:
-        suite = xml.parse(folder / "python.xml").getroot()
+        suite = xml.parse(folder / f"{name}.xml").getroot()
         suite = suite.find("testsuite") if suite.tag == "testsuites" else suite
         total, bad, skipped = (
             int(suite.get("tests")),
@@ -44,7 +44,7 @@ def python_counts(folder):
         )
     except (OSError, xml.ParseError):
         return [0, 1, 0]
-    crashed = (folder / "python.rc").read_text().strip() != "0" and not bad
+    crashed = (folder / f"{name}.rc").read_text().strip() != "0" and not bad
     return [total - bad - skipped, bad + crashed, skipped]
 
 
@@ -60,11 +60,12 @@ def main():
         if code.read_text().strip() != "0":
             print(f"\n== {code.stem} failed; the end of its log:")
             print("\n".join(lines[-LAST_LINES:]))
-        elif code.stem == "python":  # skips and the table of errors
+        elif code.stem in ("python", "portable"):  # skips and the table of errors
             print("\n".join(lines[-30:]))
     parts = {
         "gtest": gtest_counts(folder),
-        "python": python_counts(folder),
+        "python": python_counts(folder, "python"),
+        "python on portable kernels": python_counts(folder, "portable"),
         "compute-sanitizer": sanitizer_counts(folder),
     }
     failed = sum(counts[1] for counts in parts.values())

@@ -14,7 +14,7 @@
 # python3), EFLA_TEST_REPEATS the number of bitwise repeats (1000).
 set -uo pipefail
 . "$(dirname "$0")/lib.sh"
-cd "$ROOT"
+cd "$ROOT" || exit 1
 
 build=
 library=${EFLA_LIBRARY:-}
@@ -105,9 +105,18 @@ if wants python; then
     tests/python/test_cuda_*.py
 fi
 
+# The portable kernels, where others would have run.
+if wants python; then
+  # shellcheck disable=SC2086
+  launch portable env EFLA_CUDA_KERNELS=portable ${threads:+OMP_NUM_THREADS=$threads} "$python" \
+    -m pytest -q -rs -p no:cacheprovider "${workers[@]}" "--junitxml=$out/portable.xml" \
+    $pytest_arguments -m "not huge" tests/python/test_cuda_accuracy.py \
+    tests/python/test_cuda_behaviour.py
+fi
+
 tools=(memcheck racecheck initcheck synccheck)
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-small=${EFLA_SANITIZER_FILTER:-*/Short:*/PartChunk:*/OneMore:*/NoState:*/Grouped:*/PackedDecay:*/OddSizes}
+small=${EFLA_SANITIZER_FILTER:-*/Short:*/PartChunk:*/OneMore:*/NoState:*/Grouped:*/Packed:*/PackedDecay:*/OddSizes}
 if wants sanitizer && [ -x "$sanitizer" ]; then
   for program in "${gtests[@]}"; do
     for tool in "${tools[@]}"; do

@@ -2,10 +2,18 @@
 
 import device_support
 import pytest
+import torch
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "huge: needs tens of GiB of device memory")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown(item):
+    yield
+    if item.get_closest_marker("huge") and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # for what runs beside this process
 
 
 def pytest_sessionfinish(session):

@@ -400,8 +400,8 @@ def test_more_elements_than_an_int_counts():
     tokens, heads, dim = 65_600, 256, 128
     assert tokens * heads * dim > 2**31
     free, _ = torch.cuda.mem_get_info()
-    if free < 100 << 30:
-        pytest.skip(f"{free >> 30} GiB of device memory are free, 100 are needed")
+    if free < 80 << 30:
+        pytest.skip(f"{free >> 30} GiB of device memory are free, 80 are needed")
     g = torch.Generator(DEVICE).manual_seed(3)
     shape = (1, tokens, heads, dim)
     leaves = {n: torch.empty(shape, device=DEVICE, dtype=BFLOAT16) for n in ("q", "k", "v")}
