@@ -3,6 +3,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "efla/nn/test_mixer_references.h"
+
 namespace efla::testing_support {
 
 namespace {
@@ -112,17 +114,21 @@ class Reference {
   }
 
   at::Tensor logits(const at::Tensor& ids) const {
-    at::Tensor x = parameters_["model.embeddings.weight"].index({ids});
+    const bool mamba2 = config_.model_type == "mamba2";
+    const std::string model = mamba2 ? "backbone." : "model.";
+    at::Tensor x = parameters_[model + "embeddings.weight"].index({ids});
     for (int64_t i = 0; i < config_.num_hidden_layers; ++i) {
-      const std::string layer = "model.layers." + std::to_string(i) + ".";
-      x = x + attention(layer + "attn.", normed(x, layer + "attn_norm"));
+      const std::string layer = model + "layers." + std::to_string(i) + ".";
+      const at::Tensor in = normed(x, layer + (mamba2 ? "norm" : "attn_norm"));
+      x = x + mixer(i, layer + (mamba2 ? "mixer." : "attn."), in);
+      if (!config_.has_mlp()) continue;
       const at::Tensor h = normed(x, layer + "mlp_norm");
       const at::Tensor gate = linear(h, layer + "mlp.gate_proj");
       x = x +
           linear(gate * gate.sigmoid() * linear(h, layer + "mlp.up_proj"), layer + "mlp.down_proj");
     }
-    x = normed(x, "model.norm");
-    return linear(x, config_.tie_word_embeddings ? "model.embeddings" : "lm_head");
+    x = normed(x, model + (mamba2 ? "norm_f" : "norm"));
+    return linear(x, config_.tie_word_embeddings ? model + "embeddings" : "lm_head");
   }
 
  private:
@@ -163,7 +169,19 @@ class Reference {
     if (norm == QkNorm::kL2) return t * (t.square().sum(-1, true) + 1e-6).rsqrt();
     return norm == QkNorm::kSum ? t / t.sum(-1, true) : t;
   }
-  at::Tensor attention(const std::string& prefix, const at::Tensor& x) const {
+  at::Tensor mixer(int64_t layer, const std::string& prefix, const at::Tensor& x) const {
+    const auto parameter = [&](const std::string& name) { return parameters_[prefix + name]; };
+    switch (config_.mixer_kind(layer)) {
+      case MixerKind::kMamba2:
+        return reference_mamba2(config_, parameter, x);
+      case MixerKind::kAttention:
+        return reference_attention(config_, parameter, x);
+      case MixerKind::kDelta:
+        break;
+    }
+    return delta_rule(prefix, x);
+  }
+  at::Tensor delta_rule(const std::string& prefix, const at::Tensor& x) const {
     const at::Tensor q =
         normalized(stream(x, prefix, "q", config_.qk_activation, config_.num_heads),
                    config_.q_norm.value_or(config_.qk_norm));
@@ -280,16 +298,11 @@ void add_gated(std::vector<Variant>& out) {
 
 }  // namespace
 
-std::vector<Variant> delta_variants() {
+std::vector<Variant> variants() {
   std::vector<Variant> out;
   add_efla(out);
   add_delta_net(out);
   add_gated(out);
-  return out;
-}
-
-std::vector<Variant> variants() {
-  std::vector<Variant> out = delta_variants();
   const auto hybrid = [](ModelConfig& c) {
     c.attn = AttentionConfig();
     c.attn->layers = {1};
@@ -318,6 +331,12 @@ std::vector<Variant> variants() {
     c.mamba2.norm_before_gate = true;
     c.mamba2.dt_limit_high = 0.1;
   });
+  add(out, "mamba2_grouped_gate_first", mamba2, [](ModelConfig& c) {
+    c.mamba2.n_groups = 4;
+    c.mamba2.dt_limit_low = 0.03;
+    c.tie_word_embeddings = true;
+  });
+  add(out, "mamba2_gate_alone", mamba2, [](ModelConfig& c) { c.mamba2.rmsnorm = false; });
   return out;
 }
 

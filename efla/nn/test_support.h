@@ -16,8 +16,7 @@ struct Variant {
   std::string name;
   ModelConfig config;
 };
-std::vector<Variant> variants();        // every family; a further one joins here
-std::vector<Variant> delta_variants();  // those whose layers are all DeltaNetMixers
+std::vector<Variant> variants();  // every family; a further one joins here
 Variant variant(const std::string& name);
 inline std::string variant_name(const ::testing::TestParamInfo<Variant>& info) {
   return info.param.name;
@@ -34,8 +33,8 @@ LanguageModel copy_model(const LanguageModel& source, const ModelConfig& config,
 at::Tensor random_tokens(const ModelConfig& config, int64_t batch, int64_t length,
                          uint64_t seed = 7);
 
-/// Logits [B, T, vocab] in float64 by the equations of docs/mathematics.md, "The layer"; of models
-/// whose layers are all DeltaNetMixers.
+/// Logits [B, T, vocab] in float64 by the equations of docs/mathematics.md, "The layer", and
+/// docs/models.md.
 at::Tensor reference_logits(const LanguageModel& model, const at::Tensor& input_ids);
 
 /// |a - b| / |b| over all elements, in float64.
