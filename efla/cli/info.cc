@@ -18,6 +18,7 @@
 #include "efla/io/safetensors_model.h"
 #include "efla/io/token_shard.h"
 #include "efla/nn/config.h"
+#include "efla/nn/presets.h"
 #include "efla/nn/pretrained.h"
 
 namespace efla::cli {
@@ -109,12 +110,30 @@ void add_attention_facts(const AttentionConfig& attention, const std::string& pr
   if (attention.window_size) facts[prefix + "window"] = *attention.window_size;
 }
 
-// What a sequence keeps between tokens: constant states, and keys and values of softmax layers.
-void add_state_facts(const ModelConfig& config, int64_t element_bytes, Json& facts) {
-  // States and convolution tails are kept in float32.
-  facts["state bytes per sequence"] = config.state_elements() * 4;
+// Numbers of the recurrent states of one sequence.
+int64_t recurrent_elements(const ModelConfig& config) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    const MixerKind kind = config.mixer_kind(i);
+    if (kind == MixerKind::kDelta) {
+      total += config.value_heads() * config.head_key_size() * config.head_value_size();
+    } else if (kind == MixerKind::kMamba2) {
+      total += config.mamba2_heads() * config.mamba2.state_size * config.mamba2.head_dim;
+    }
+  }
+  return total;
+}
+
+// What a sequence keeps between tokens when the model runs in its stored dtype: recurrent states in
+// at least float32; tails of convolutions, and keys and values of softmax layers, in the dtype.
+void add_state_facts(const ModelConfig& config, at::ScalarType stored, Json& facts) {
+  const at::ScalarType dtype = stored == at::kHalf ? at::kFloat : stored;  // as it is loaded
+  const auto bytes = static_cast<int64_t>(at::elementSize(dtype));
+  const int64_t recurrent = recurrent_elements(config);
+  const int64_t tails = config.state_elements() - recurrent;
+  facts["state bytes per sequence"] = recurrent * std::max<int64_t>(bytes, 4) + tails * bytes;
   const int64_t per_token = config.state_elements_per_token();
-  if (per_token > 0) facts["state bytes per token"] = per_token * element_bytes;
+  if (per_token > 0) facts["state bytes per token"] = per_token * bytes;
 }
 
 void add_mixer_facts(const ModelConfig& config, Json& facts) {
@@ -131,17 +150,12 @@ void add_mixer_facts(const ModelConfig& config, Json& facts) {
   }
 }
 
-Json model_facts(const std::string& folder) {
-  const fs::path path = folder;
-  LoadReport report;
-  const ModelConfig config = check_pretrained(folder, &report);
-  const SafetensorsModel weights = SafetensorsModel::open(path);
+// What the config alone says.
+void add_config_facts(const ModelConfig& config, Json& facts) {
   const ParameterCount count = config.parameter_count();
-  Json facts = {{"model", folder},
-                {"format", report.format},
-                {"family", config.model_type},
-                {"layers", config.num_hidden_layers},
-                {"hidden size", config.hidden_size}};
+  facts["family"] = config.model_type;
+  facts["layers"] = config.num_hidden_layers;
+  facts["hidden size"] = config.hidden_size;
   add_mixer_facts(config, facts);
   if (config.has_mlp()) facts["mlp size"] = config.mlp_size();
   facts["vocabulary"] = config.vocab_size;
@@ -150,9 +164,26 @@ Json model_facts(const std::string& folder) {
   facts["parameters, embedding"] = count.embedding;
   facts["parameters, output head"] = count.output_head;
   facts["parameters, other"] = count.other;
+}
+
+Json preset_facts(const std::string& name) {
+  const ModelConfig config = preset(name);
+  Json facts = {{"preset", name}};
+  add_config_facts(config, facts);
+  add_state_facts(config, at::elementSize(at::kFloat), facts);
+  return facts;
+}
+
+Json model_facts(const std::string& folder) {
+  const fs::path path = folder;
+  LoadReport report;
+  const ModelConfig config = check_pretrained(folder, &report);
+  const SafetensorsModel weights = SafetensorsModel::open(path);
+  Json facts = {{"model", folder}, {"format", report.format}};
+  add_config_facts(config, facts);
   facts["dtype"] = dtypes(weights);
   facts["files"] = weights.files().size();
-  add_state_facts(config, at::elementSize(checkpoint_dtype(folder)), facts);
+  add_state_facts(config, checkpoint_dtype(folder), facts);
   facts["tokenizer"] = fs::exists(path / "tokenizer.model") ? "tokenizer.model" : "none";
   const std::string& fingerprint = config.tokenizer_fingerprint;
   facts["tokenizer fingerprint"] = fingerprint.empty() ? "unknown" : fingerprint;
@@ -208,7 +239,10 @@ void run(const std::string& path, bool json) {
   if (path.empty()) return show(build_facts(), json);
   if (path == "byte" && !fs::exists(path)) return show(tokenizer_facts(path), json);
   if (!exists_or_recovers(path)) {
-    throw Error(fmt::format("{} does not exist; give a model, shards or a tokenizer", path));
+    if (is_preset(path)) return show(preset_facts(path), json);
+    throw Error(
+        fmt::format("{} does not exist; give a model, shards, a tokenizer or a preset such as {}",
+                    path, preset_names().front()));
   }
   const std::string extension = fs::path(path).extension().string();
   if (fs::is_directory(path)) {
@@ -243,7 +277,8 @@ void add_info(CLI::App& app) {
   CLI::App* command =
       app.add_subcommand("info", "Describe a model, shards, a tokenizer, or this program");
   command->add_option("PATH", arguments->path,
-                      "Model, run or shard folder, .tok, .safetensors or .model file, or: byte "
+                      "Model, run or shard folder, .tok, .safetensors or .model file, a preset "
+                      "such as efla-340m, or: byte "
                       "(default: this build and machine)");
   command->add_flag("--json", arguments->json, "Print JSON lines");
   command->footer("Example:\n  efla info runs/austen");

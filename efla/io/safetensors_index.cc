@@ -88,9 +88,14 @@ class IndexReader : public nlohmann::json_sax<nlohmann::json> {
  private:
   enum class State { kStart, kTop, kMap, kSkipped, kEnd };
 
+  // For a message of one line.
   static std::string shorten(const std::string& text) {
     constexpr size_t kShown = 80;
-    return text.size() > kShown ? text.substr(0, kShown) + "..." : text;
+    std::string shown = text.substr(0, kShown);
+    for (char& c : shown) {
+      if (static_cast<unsigned char>(c) < ' ') c = '?';
+    }
+    return text.size() > kShown ? shown + "..." : shown;
   }
   bool fail(const std::string& reason) {
     if (problem.empty()) problem = reason;

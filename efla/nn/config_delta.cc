@@ -65,6 +65,11 @@ void validate_gated_sizes(const ModelConfig& c, const Validator& check) {
   check.range("conv_size", c.conv_size, 1, kMaxConvSize);
   check.range("head_dim", c.head_dim, 1, kMaxHeadSize);
   check.positive("expand_v", c.expand_v, 16);
+  const int64_t value_heads = c.value_heads();  // before anything is divided by it
+  check.require(value_heads >= 1 && value_heads <= kMaxHeads && value_heads % c.num_heads == 0,
+                "num_v_heads",
+                fmt::format("a multiple of num_heads = {} and at most {}", c.num_heads, kMaxHeads),
+                std::to_string(value_heads));
   const double value = static_cast<double>(c.head_dim) * c.expand_v;
   const double whole = static_cast<double>(c.head_value_size());
   check.require(
@@ -74,12 +79,6 @@ void validate_gated_sizes(const ModelConfig& c, const Validator& check) {
   check.require(c.head_value_size() <= kMaxHeadSize, "expand_v",
                 fmt::format("such that head_dim * expand_v is at most {}", kMaxHeadSize),
                 fmt::format("{}", c.expand_v));
-  if (!c.num_v_heads) return;
-  check.require(
-      *c.num_v_heads >= 1 && *c.num_v_heads <= kMaxHeads && *c.num_v_heads % c.num_heads == 0,
-      "num_v_heads",
-      fmt::format("a multiple of num_heads = {} and at most {}", c.num_heads, kMaxHeads),
-      std::to_string(*c.num_v_heads));
 }
 
 // What fla's layers fix.

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "efla/io/error.h"
@@ -9,6 +10,7 @@
 #include "efla/nn/config.h"
 #include "efla/nn/config_family.h"
 #include "efla/nn/config_reader.h"
+#include "efla/nn/config_text.h"
 
 namespace efla {
 
@@ -100,13 +102,8 @@ ModelConfig ModelConfig::from_json_file(const std::filesystem::path& path,
                     "model.safetensors",
                     path.string()));
   }
-  json object;
-  try {
-    object = json::parse(file);
-  } catch (const json::exception& error) {
-    throw Error(fmt::format("{}: is not valid JSON ({})", path.string(), error.what()));
-  }
-  return from_json(object, path.string(), skipped);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  return from_json(parse_config_text(text, path.string()), path.string(), skipped);
 }
 
 json ModelConfig::to_json() const {

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "efla/io/error.h"
+#include "efla/nn/config_text.h"
 
 namespace efla {
 
@@ -32,12 +33,6 @@ constexpr std::array kObsoleteKeys = {"norm_first"};
 template <size_t N>
 bool contains(const std::array<const char*, N>& keys, const std::string& key) {
   return std::find(keys.begin(), keys.end(), key) != keys.end();
-}
-
-std::string shorten(const json& value) {
-  constexpr size_t kShown = 60;
-  std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
-  return text.size() > kShown ? text.substr(0, kShown) + "..." : text;
 }
 
 // A JSON number, infinity as transformers writes it included.
@@ -141,7 +136,7 @@ std::vector<std::string> FieldReader::unused() const {
       throw UsageError(fmt::format(
           "{}: unknown key {} = {} may change the mathematics; remove it, or set it to null if "
           "it does not matter",
-          where_, key, shorten(value)));
+          where_, key, shown_json(value)));
     }
     keys.push_back(key);
   }
@@ -162,7 +157,8 @@ int64_t FieldReader::integer(const char* key, const json& value) const {
 }
 
 void FieldReader::fail(const char* key, const std::string& expected, const json& found) const {
-  throw UsageError(fmt::format("{}: {} must be {}, not {}", where_, key, expected, shorten(found)));
+  throw UsageError(
+      fmt::format("{}: {} must be {}, not {}", where_, key, expected, shown_json(found)));
 }
 
 json optional_json(const std::optional<int64_t>& value) {

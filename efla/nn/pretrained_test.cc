@@ -200,6 +200,7 @@ TEST_F(PretrainedTest, AHugeConfigOverSmallFilesCostsNoMemory) {
   save_pretrained(random_model(config_), folder());
   nlohmann::json json = config_.to_json();
   json["hidden_size"] = 16384;  // 100 GB of weights
+  json["num_heads"] = 32;
   json["intermediate_size"] = 65536;
   json["vocab_size"] = 1'000'000;
   std::ofstream(folder_ / "config.json") << json;
