@@ -170,7 +170,7 @@ Json preset_facts(const std::string& name) {
   const ModelConfig config = preset(name);
   Json facts = {{"preset", name}};
   add_config_facts(config, facts);
-  add_state_facts(config, at::elementSize(at::kFloat), facts);
+  add_state_facts(config, at::kFloat, facts);
   return facts;
 }
 

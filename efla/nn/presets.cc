@@ -72,6 +72,11 @@ std::vector<std::string> preset_names() {
   return names;
 }
 
+bool is_preset(const std::string& name) {
+  const std::vector<std::string> names = preset_names();
+  return std::find(names.begin(), names.end(), lower(name)) != names.end();
+}
+
 ModelConfig preset(const std::string& name, const std::string& where) {
   const std::string wanted = lower(name);
   for (const std::string& type : model_types()) {

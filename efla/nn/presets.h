@@ -14,6 +14,8 @@ namespace efla {
 /// "efla-10m", ..., "transformer-1.3b".
 std::vector<std::string> preset_names();
 
+bool is_preset(const std::string& name);
+
 /// The model of that name. Throws UsageError listing the names if there is none; `where` leads the
 /// message.
 ModelConfig preset(const std::string& name, const std::string& where = "preset");

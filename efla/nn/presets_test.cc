@@ -74,6 +74,8 @@ TEST(Presets, UnknownNamesAreRefusedWithTheKnownOnes) {
     }
   }
   EXPECT_EQ(preset("EFLA-340M").to_json(), preset("efla-340m").to_json());
+  EXPECT_TRUE(is_preset("EFLA-340M"));
+  EXPECT_FALSE(is_preset("efla-341m"));
 }
 
 TEST(Presets, SizesInNames) {

@@ -3,10 +3,13 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <filesystem>
 
 #include "efla/io/atomic_file.h"
 #include "efla/io/error.h"
+#include "efla/io/log.h"
+#include "efla/nn/presets.h"
 
 namespace efla {
 namespace {
@@ -80,11 +83,28 @@ void check_memory(const Recipe& recipe) {
   }
 }
 
+// A run that is called 340m and is not would be compared with the wrong models.
+void warn_of_misleading_name(const Recipe& recipe) {
+  constexpr double kTolerance = 0.05;
+  fs::path out(recipe.train.out);
+  if (!out.has_filename()) out = out.parent_path();
+  const std::optional<int64_t> size = size_in_name(out.filename().string());
+  if (!size) return;
+  const auto named = static_cast<double>(*size);
+  const auto actual = static_cast<double>(counted_size(recipe.model));
+  if (std::abs(actual / named - 1) <= kTolerance) return;
+  log_warning(fmt::format(
+      "train.out = {}: the name says {:.4g} million parameters, the model has {:.4g} million "
+      "without its output head",
+      recipe.train.out, named / 1e6, actual / 1e6));
+}
+
 }  // namespace
 
 TrainingSetup::TrainingSetup(Recipe& recipe) {
   tokenizer = open_tokenizer(recipe);
   complete_model(recipe, *tokenizer);
+  warn_of_misleading_name(recipe);
   check_memory(recipe);
   train_data = open_data(recipe.data.train, "data.train", recipe, *tokenizer);
   if (recipe.data.valid.empty()) return;
