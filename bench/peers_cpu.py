@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Peers of the CPU operators, timed like efla_bench times ours: in turn with torch's SGEMM.
+"""Peers of the CPU operators, timed like `efla bench op` times ours: in turn with torch's SGEMM.
 
   MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_TOP_PAD_=268435456 \\
       python bench/peers_cpu.py [--threads 2] [--rounds 9] [--ggml DIR] [--efla]
@@ -9,7 +9,7 @@ transformers' chunked fallback in torch needs `pip install transformers`; llama.
 package. What is not there is left out with a word on stderr. A slice of every peer's output is
 compared with the recurrence in double precision before the peer is timed; a peer that computes
 something else ends the program. A row marked "disturbed" had fewer than half of its rounds quiet.
-Shapes and FLOP counts are those of efla_bench. The environment variables keep page faults of large results out of the times.
+Shapes and FLOP counts are those of `efla bench op`. The environment variables keep page faults of large results out of the times.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def seconds(f):
 
 
 def measure_paired(operation, yardstick, rounds, tolerance=0.10):
-    """(operation, yardstick, ratio, "kept/rounds [disturbed]"): the algorithm of bench/measure.h."""
+    """(operation, yardstick, ratio, "kept/rounds [disturbed]"): the algorithm of efla/cli/measure.h."""
     operation()
     yardstick()
     yard, times = [seconds(yardstick)], []

@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/measure.h"
+#include "efla/cli/measure.h"
 #include "efla/nn/language_model.h"
 
 namespace {

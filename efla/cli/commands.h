@@ -14,6 +14,7 @@ void add_generate(CLI::App& app);
 void add_tokenizer(CLI::App& app);
 void add_data(CLI::App& app);
 void add_convert(CLI::App& app);
+void add_bench(CLI::App& app);
 void add_info(CLI::App& app);
 
 }  // namespace efla::cli

@@ -104,6 +104,7 @@ std::unique_ptr<CLI::App> make_app() {
   add_tokenizer(*app);
   add_data(*app);
   add_convert(*app);
+  add_bench(*app);
   add_info(*app);
   return app;
 }
