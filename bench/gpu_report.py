@@ -182,6 +182,16 @@ def decode_table(runs):
 
 def other_tables(runs):
     out = []
+    worst = {}
+    for run in runs:
+        for r in run["rows"]:
+            if r["table"] == "operator" and r["error"] is not None:
+                name = (r["contestant"], r["pass"])
+                worst[name] = max(worst.get(name, 0), r["error"])
+    if worst:
+        out += ["Largest relative RMS error of the rows above against double precision:", "",
+                table_text(["operator", "pass", "error"],
+                           [[*name, f"{e:.1e}"] for name, e in sorted(worst.items())]), ""]  # fmt: skip
     peaks = [[r["contestant"], f"{r['peak_mib']:,.0f}"]
              for run in runs for r in run["rows"] if r["table"] == "memory"]  # fmt: skip
     if peaks:
