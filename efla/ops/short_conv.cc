@@ -7,6 +7,7 @@
 
 #include "efla/kernels/cpu/layer_ops.h"
 #include "efla/ops/cuda_layer_kernels.h"
+#include "efla/ops/device_checks.h"
 #include "efla/ops/executor.h"
 #include "efla/ops/tensors.h"
 
@@ -75,7 +76,7 @@ struct Prepared {
   ShortConvParams params;
   Tensor x, weight, bias, initial_state;
   std::vector<int64_t> offsets;  // cu_seqlens on the CPU,
-  Tensor device_offsets;         // or on a GPU, where their values are not looked at
+  Tensor device_offsets;         // or on a GPU
   bool empty() const { return params.tokens == 0 || params.sequences == 0 || params.channels == 0; }
 };
 
@@ -96,7 +97,7 @@ void prepare(const Tensor& x, const Tensor& weight, bool silu, const OptionalTen
   p.weight = out.weight.const_data_ptr();
   if (const Tensor* offsets = given(cu_seqlens)) {
     if (x.is_cuda()) {
-      out.device_offsets = contiguous(*offsets, at::kLong);
+      out.device_offsets = checked_offsets(kOp, *offsets, p.tokens);
       p.cu_seqlens = out.device_offsets.const_data_ptr<int64_t>();
     } else {
       out.offsets = read_offsets(kOp, *offsets, p.tokens);
@@ -119,6 +120,7 @@ std::tuple<Tensor, Tensor> forward_kernel(const Tensor& x, const Tensor& weight,
                                           bool output_final_state, const OptionalTensor& cu_seqlens,
                                           const OptionalTensor& bias) {
   check(x, weight, initial_state, cu_seqlens, bias);
+  throw_pending_error(x);
   Prepared prepared;
   prepare(x, weight, silu, initial_state, cu_seqlens, bias, prepared);
   ShortConvParams& p = prepared.params;
@@ -161,6 +163,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_kernel(
     const OptionalTensor& cu_seqlens, const OptionalTensor& bias, Wanted wanted) {
   const c10::SymInt n = check(x, weight, initial_state, cu_seqlens, bias);
   check_backward(grad_y, grad_final_state, x, weight, n);
+  throw_pending_error(x);
   wanted[3] = wanted[3] && given(bias);
   Prepared prepared;
   prepare(x, weight, silu, initial_state, cu_seqlens, bias, prepared);
@@ -280,11 +283,13 @@ class ShortConvFunction : public torch::autograd::Function<ShortConvFunction> {
 std::tuple<Tensor, Tensor> short_conv_composite(const Tensor& x, const Tensor& weight, bool silu,
                                                 const OptionalTensor& initial_state,
                                                 bool output_final_state,
-                                                const OptionalTensor& cu_seqlens,
+                                                const OptionalTensor& given_offsets,
                                                 const OptionalTensor& bias) {
   check_device(kOp, x, "x", x);
   check_device(kOp, x, "weight", weight);
   if (given(initial_state)) check_device(kOp, x, "initial_state", *initial_state);
+  if (given(given_offsets)) check_cu_seqlens(kOp, *given_offsets, x, "x");
+  const OptionalTensor cu_seqlens = offsets_beside(kOp, x, given_offsets);
   if (given(cu_seqlens)) check_device(kOp, x, "cu_seqlens", *cu_seqlens);
   if (given(bias)) check_device(kOp, x, "bias", *bias);
   if (needs_grad(kOp, {&x, &weight, given(initial_state), given(bias)})) {

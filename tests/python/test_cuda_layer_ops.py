@@ -97,6 +97,24 @@ def test_short_conv_packed(dtype, width, offsets):
     check(conv(True, torch.tensor(offsets, dtype=torch.int32)), shapes, dtype)
 
 
+@needs_gpu
+def test_short_conv_offsets_from_the_cpu_and_bad_ones():
+    x, weight, state = (
+        t.to(DEVICE, torch.float32) for t in draw(torch.float32, (1, 90, 8), (8, 4), (2, 8, 4))
+    )
+    run = lambda offsets: efla.short_conv(  # noqa: E731
+        x, weight, initial_state=state, output_final_state=True, cu_seqlens=offsets
+    )
+    good = torch.tensor([0, 40, 90])
+    assert all(torch.equal(a, b) for a, b in zip(run(good), run(good.to(DEVICE))))
+    with pytest.raises(RuntimeError, match=r"cu_seqlens\[2\] = 91"):
+        run(torch.tensor([0, 40, 91]))
+    y, final = run(torch.tensor([0, 95, 90], device=DEVICE))
+    with pytest.raises(RuntimeError, match=r"cu_seqlens\[1\] = 95"):
+        efla.check_errors()
+    assert not y.any() and torch.equal(final, state)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_weight", [True, False])
 @pytest.mark.parametrize("with_gate", [True, False])

@@ -128,7 +128,7 @@ template <typename S, int kW>
 __global__ void __launch_bounds__(kThreads) forward_kernel(Arguments<S> p, Output y) {
   const int64_t channel = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   if (channel >= p.channels) return;
-  const int64_t runs = (p.tokens + kForwardRun - 1) / kForwardRun;
+  const auto runs = static_cast<unsigned>((p.tokens + kForwardRun - 1) / kForwardRun);
   const int64_t row = blockIdx.x / runs;
   int64_t t = blockIdx.x % runs * kForwardRun;
   const int64_t stop = min(t + kForwardRun, p.tokens);
@@ -176,14 +176,14 @@ template <typename S, int kW>
 __global__ void __launch_bounds__(kThreads) backward_kernel(Arguments<S> p, Gradients<S> g) {
   const int64_t channel = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   if (channel >= p.channels) return;
-  const int64_t runs = (p.tokens + kBackwardRun - 1) / kBackwardRun;
-  const int64_t row = blockIdx.x / runs;
-  const int64_t stop = min(blockIdx.x % runs * kBackwardRun + kBackwardRun, p.tokens);
+  const auto runs = static_cast<unsigned>((p.tokens + kBackwardRun - 1) / kBackwardRun);
+  const int64_t row = blockIdx.x / runs, begin = blockIdx.x % runs * kBackwardRun;
+  const int64_t stop = min(begin + kBackwardRun, p.tokens);
   const Filter<S, kW> filter(p, channel);
   const int width = filter.width;
   Window<kW> grad_filter;  // a sum per tap
   float grad_bias = 0.0f;
-  for (int64_t t = blockIdx.x % runs * kBackwardRun; t < stop;) {
+  for (int64_t t = begin; t < stop;) {
     const Segment s = segment_at(p, row, t);
     const int64_t end = min(s.end, stop);
     if (s.n < 0) {
