@@ -221,6 +221,8 @@ class Convert(Case):
                                  "tokenizer.json"]))
         facts = json.loads(self.ok("info", self.folder / "out", "--json"))
         self.assertEqual((facts["family"], facts["files"]), ("gated_deltanet", len(files)))
+        # Two layers of two heads of 8 x 8 in float32; three convolutions of 16 channels and 4 taps.
+        self.assertEqual(facts["state bytes per sequence"], 2 * (2 * 8 * 8 * 4 + 3 * 16 * 4 * 2))
         # float16 and back to one float32 file of the rounded weights.
         self.convert(source, self.folder / "half", "--dtype", "float16")
         self.assertEqual(unpack(self.folder / "half/model.safetensors")["lm_head.weight"][0], "F16")
@@ -386,12 +388,35 @@ class BadModels(Case):
         self.refused(1, ["not a regular file"], model)
 
 
-class Recipes(unittest.TestCase):
+FAMILIES = ("efla", "delta_net", "gated_deltanet", "gated_efla", "mamba2", "transformer", "hybrid")
+
+
+class Recipes(Case):
+    def test_every_family_trains_generates_and_converts(self):
+        text = self.folder / "text.txt"
+        text.write_text("it was the best of rules, it was the worst of rules. " * 40)
+        shards = self.folder / "shards"
+        self.ok("data", "prepare", "--input", text, "--tokenizer", "byte", "--output", shards)
+        for name in FAMILIES:
+            run = self.folder / name
+            self.ok("train", ROOT / f"configs/{name}.toml", f"data.train={shards}", "data.valid=\"\"",
+                    "data.tokenizer=byte", f"train.out={run}", "train.steps=2", "data.length=32",
+                    "data.batch=2", "schedule.warmup_steps=1", "train.eval_interval=0",
+                    "train.eval_tokens=0", "train.checkpoint_interval=0")
+            facts = json.loads(self.ok("info", run, "--json"))
+            recipe = tomllib.loads((ROOT / f"configs/{name}.toml").read_text())
+            self.assertEqual(facts["family"], recipe["model"]["model_type"])
+            # With the quickstart's 2,048 tokens instead of 258 bytes the sizes match within 5 %.
+            size = facts["parameters"] + (2048 - 258) * 256
+            self.assertAlmostEqual(size / 3.16e6, 1, delta=0.05, msg=name)
+            generated = json.loads(self.ok("generate", "--model", run, "--prompt", "it",
+                                           "--max-tokens", "3", "--json"))
+            self.assertGreaterEqual(len(generated["tokens"]), 1)
+            self.convert(run, self.folder / "converted", "--force")
+
     def test_the_families_differ_in_the_model_alone(self):
-        families = ("efla", "delta_net", "gated_deltanet", "gated_efla", "mamba2", "transformer",
-                    "hybrid")
         recipes = {name: tomllib.loads((ROOT / f"configs/{name}.toml").read_text())
-                   for name in families}
+                   for name in FAMILIES}
         shared = {}
         for name, recipe in recipes.items():
             model = recipe.pop("model")
