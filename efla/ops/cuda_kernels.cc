@@ -72,7 +72,7 @@ void cuda_backward(const DeltaRuleArguments& a, BackwardParams params) {
   }
   const at::Tensor scratch = workspace(a.q, cuda::chunk_backward_workspace(p));
   check_launch(a, cuda::chunk_backward(params, scratch.mutable_data_ptr(),
-                                       c10::cuda::getCurrentCUDAStream()));
+                                       c10::cuda::getCurrentCUDAStream(), family()));
 }
 
 void cuda_step(const DeltaRuleArguments& a, const StepParams& params) {

@@ -32,7 +32,8 @@ int64_t chunk_backward_workspace(const Problem& problem);
 
 /// Chunkwise backward for K <= 256; recomputes what it needs from the inputs (params.checkpoints is
 /// not used). grad_v is required, the other gradients may be null.
-cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream);
+cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream,
+                           Family family = Family::kAuto);
 
 /// Token by token over whole sequences. params.checkpoints is not supported (must be null).
 /// Returns the launch's error; cudaErrorInvalidValue for a dtype or a size it does not have.

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "efla/flow/reference.h"
-#include "efla/kernels/params.h"
+#include "efla/kernels/cuda/delta_rule.h"
 
 namespace efla::cuda {
 
@@ -145,6 +145,51 @@ void make(const Case& c, Setup<T>& s) {
   if (c.decay) p.log_decay = view(s.ddecay->data(), c.value_heads, 1);
   if (c.initial) p.initial_state = s.dstate->data();
   if (!c.cu_seqlens.empty()) p.cu_seqlens = s.dcu->data();
+}
+
+// Every gradient against the reference's.
+template <typename T>
+void check_backward(const Case& c, double tolerance, Family family) {
+  if (sizeof(T) == 2) tolerance *= c.slack;
+  Setup<T> s;
+  make(c, s);
+  std::mt19937 rng(11);
+  std::normal_distribution<double> normal;
+  const ReferenceProblem& r = s.reference;
+  std::vector<double> grad_o(r.batch * r.tokens * r.value_heads * r.value_dim);
+  std::vector<double> grad_state(r.sequences() * r.value_heads * r.key_dim * r.value_dim);
+  for (auto& e : grad_o) e = normal(rng);
+  for (auto& e : grad_state) e = normal(rng);
+  const auto host_grad_o = rounded<T>(grad_o);
+  const auto host_grad_state = rounded<float>(grad_state);
+  const ReferenceGradients expected = reference_backward(r, grad_o, grad_state);
+
+  Buffer<T> device_grad_o(host_grad_o), q(r.q.size()), k(r.k.size()), v(r.v.size());
+  Buffer<float> device_grad_state(host_grad_state), beta(r.beta.size()), decay(r.beta.size()),
+      state(grad_state.size());
+  const auto view = [&](void* data, int64_t heads, int64_t dim) {
+    return MutableView{data, c.tokens * heads * dim, heads * dim, dim};
+  };
+  BackwardParams params;
+  params.problem = s.problem;
+  params.grad_o = {device_grad_o.data(), c.tokens * c.value_heads * c.value_dim,
+                   c.value_heads * c.value_dim, c.value_dim};
+  params.grad_final_state = device_grad_state.data();
+  params.grad_q = view(q.data(), c.heads, c.key_dim);
+  params.grad_k = view(k.data(), c.heads, c.key_dim);
+  params.grad_v = view(v.data(), c.value_heads, c.value_dim);
+  params.grad_beta = view(beta.data(), c.value_heads, 1);
+  if (c.decay) params.grad_log_decay = view(decay.data(), c.value_heads, 1);
+  params.grad_initial_state = state.data();
+  Buffer<unsigned char> workspace(chunk_backward_workspace(s.problem));
+  CUDA_OK(chunk_backward(params, workspace.data(), nullptr, family));
+  CUDA_OK(cudaDeviceSynchronize());
+  EXPECT_LE(relative_rms(q.host(), expected.q), tolerance) << "q";
+  EXPECT_LE(relative_rms(k.host(), expected.k), tolerance) << "k";
+  EXPECT_LE(relative_rms(v.host(), expected.v), tolerance) << "v";
+  EXPECT_LE(relative_rms(beta.host(), expected.beta), tolerance) << "beta";
+  if (c.decay) EXPECT_LE(relative_rms(decay.host(), expected.log_decay), tolerance) << "log_decay";
+  EXPECT_LE(relative_rms(state.host(), expected.initial_state), tolerance) << "initial state";
 }
 
 // Skips where there is no GPU.

@@ -3,6 +3,7 @@
 
 #include "efla/kernels/cuda/delta_rule.h"
 #include "efla/kernels/cuda/portable/chunk_launch.cuh"
+#include "efla/kernels/cuda/sm90/gradients.h"
 #include "efla/kernels/cuda/sm90/scan.h"
 
 namespace efla::cuda {
@@ -86,14 +87,14 @@ void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, void*& parts_q, 
   parts_k = arena.take(parts);
 }
 
-cudaError_t dispatch(DType dtype, const ChunkArgs& a, bool backward, cudaStream_t stream) {
+cudaError_t dispatch(DType dtype, const ChunkArgs& a, Pass pass, cudaStream_t stream) {
   switch (dtype) {
     case DType::kFloat32:
-      return chunk_typed<float>(a, backward, stream);
+      return chunk_typed<float>(a, pass, stream);
     case DType::kBFloat16:
-      return chunk_typed<__nv_bfloat16>(a, backward, stream);
+      return chunk_typed<__nv_bfloat16>(a, pass, stream);
     case DType::kFloat16:
-      return chunk_typed<__half>(a, backward, stream);
+      return chunk_typed<__half>(a, pass, stream);
     case DType::kFloat64:
       break;
   }
@@ -170,10 +171,11 @@ cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStre
   ChunkArgs a = make_args(p, arena);
   a.o = params.o;
   a.final_state = static_cast<float*>(params.final_state);
-  return dispatch(p.dtype, a, false, stream);
+  return dispatch(p.dtype, a, Pass::kForward, stream);
 }
 
-cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream,
+                           Family family) {
   const Problem& p = params.problem;
   const Shape& s = p.shape;
   if (p.dtype == DType::kFloat64 || !params.grad_v.data) return cudaErrorInvalidValue;
@@ -194,7 +196,12 @@ cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaSt
     a.grad_q = {parts_q, s.tokens * row, row, s.key_dim};
     a.grad_k = {parts_k, s.tokens * row, row, s.key_dim};
   }
-  if (auto e = dispatch(p.dtype, a, true, stream)) return e;
+  if (auto e = dispatch(p.dtype, a, Pass::kBackwardScans, stream)) return e;
+  const bool hopper = family == Family::kAuto && sm90::gradients_apply(params);
+  if (auto e = hopper ? sm90::gradients(a, p.dtype, stream)
+                      : dispatch(p.dtype, a, Pass::kGradients, stream)) {
+    return e;
+  }
   if (grouped) {
     if (auto e = sum_group(p, parts_q, params.grad_q, stream)) return e;
     if (auto e = sum_group(p, parts_k, params.grad_k, stream)) return e;

@@ -38,12 +38,14 @@ __device__ __forceinline__ void block_place(int b, int& row, int& column) {
 
 __device__ __forceinline__ float round_tf32(float x) { return __uint_as_float(to_tf32(x)); }
 
-// A 16 x 8 kWide tile of sign * A B at out, depth a multiple of 8, TF32; one warp.
+// c = A B for a 16 x 8 kWide tile, depth a multiple of 8, TF32; one warp. Element c[n][2 h + e] is
+// row g + 8 h, column 8 n + 2 t + e for lane 4 g + t.
 template <int kWide>
-__device__ __forceinline__ void multiply_tile(const float* a, const float* b, int depth, float sign,
-                                              float* out, int lane) {
+__device__ __forceinline__ void multiply_tile(float (&c)[kWide][4], const float* a, const float* b,
+                                              int depth, int lane) {
   const int g = lane / 4, t = lane % 4;
-  float c[kWide][4] = {};
+#pragma unroll
+  for (int n = 0; n < kWide; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
 #pragma unroll 4
   for (int k0 = 0; k0 < depth; k0 += 8) {
     const uint32_t x[4] = {__float_as_uint(a[g * kPitch + k0 + t]),
@@ -57,11 +59,17 @@ __device__ __forceinline__ void multiply_tile(const float* a, const float* b, in
       mma_tf32(c[n], x, y);
     }
   }
+}
+
+// Stores sign * c at out, rounded.
+template <int kWide>
+__device__ __forceinline__ void store_tile(float* out, const float (&c)[kWide][4], float sign,
+                                           int lane) {
 #pragma unroll
   for (int n = 0; n < kWide; ++n) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      *reinterpret_cast<float2*>(&out[(g + 8 * h) * kPitch + 8 * n + 2 * t]) =
+      *reinterpret_cast<float2*>(&out[(lane / 4 + 8 * h) * kPitch + 8 * n + lane % 4 * 2]) =
           make_float2(round_tf32(sign * c[n][2 * h]), round_tf32(sign * c[n][2 * h + 1]));
     }
   }
@@ -81,10 +89,24 @@ __device__ __forceinline__ void multiply_small(const float* a, const float* b, f
       make_float2(round_tf32(sign * c[0]), round_tf32(sign * c[1]));
 }
 
-// Inverts I + lower into `inverse`, whose diagonal blocks are zero above the diagonal already:
-// blocks of 8 by substitution in float, a column per lane, then [A11 0; -A22 L21 A11 A22] for
-// blocks of 8, of 16 and of 32.
-__device__ __forceinline__ void invert(PrepareScratch& s, int thread) {
+// Rounds block `block` of the ten of A_hat into its tile; one warp.
+template <typename T>
+__device__ __forceinline__ void store_block(const PrepareScratch& s, unsigned char* inverse,
+                                            int block_row, int block_column, int lane) {
+  const int r = 16 * block_row + lane % 16, c = 16 * block_column + lane / 16 * 8;
+  const float4 x = *reinterpret_cast<const float4*>(&s.inverse[r][c]);
+  const float4 y = *reinterpret_cast<const float4*>(&s.inverse[r][c + 4]);
+  *reinterpret_cast<uint4*>(inverse + tile_offset(r, c)) =
+      make_uint4(pack<T>(x.x, x.y), pack<T>(x.z, x.w), pack<T>(y.x, y.y), pack<T>(y.z, y.w));
+}
+
+// The tile of (I + L_hat)^-1. The scratch's diagonal blocks are zero above the diagonal already.
+// Blocks of 8 by substitution in float, a column per lane, then [A11 0; -A22 L21 A11 A22] for
+// blocks of 8, of 16 and of 32. `meanwhile` is work that the chain of the first step leaves room
+// for.
+template <typename T, typename Work>
+__device__ __forceinline__ void invert(PrepareScratch& s, unsigned char* inverse, int thread,
+                                       Work meanwhile) {
   const int warp = thread / 32, lane = thread % 32;
   const int base = 16 * warp, first = base + lane / 8 % 2 * 8, column = lane % 8;
   float x[8];
@@ -101,6 +123,7 @@ __device__ __forceinline__ void invert(PrepareScratch& s, int thread) {
     }
     x[r] = even + odd;
   }
+  meanwhile();
   if (lane < 16) {
 #pragma unroll
     for (int r = 0; r < 8; ++r) s.inverse[first + r][first + column] = round_tf32(x[r]);
@@ -112,22 +135,32 @@ __device__ __forceinline__ void invert(PrepareScratch& s, int thread) {
   multiply_small(&s.inverse[base + 8][base + 8], &s.lower[base][base + 8], -1.f,
                  &s.inverse[base + 8][base], lane);
   sync_prepare();
-  // Blocks of 16: a warp takes 8 columns of one of the two pairs.
-  const int pair = warp / 2 * 32, c8 = warp % 2 * 8;
-  multiply_tile<1>(&s.lower[pair + 16][pair], &s.inverse[pair][pair + c8], 16, 1.f,
-                   &s.lower[pair][pair + 16 + c8], lane);
-  __syncwarp();
-  multiply_tile<1>(&s.inverse[pair + 16][pair + 16], &s.lower[pair][pair + 16 + c8], 16, -1.f,
-                   &s.inverse[pair + 16][pair + c8], lane);
+  {  // blocks of 16: a warp takes 8 columns of one of the two pairs
+    const int pair = warp / 2 * 32, c8 = warp % 2 * 8;
+    float c[1][4];
+    multiply_tile(c, &s.lower[pair + 16][pair], &s.inverse[pair][pair + c8], 16, lane);
+    store_tile(&s.lower[pair][pair + 16 + c8], c, 1.f, lane);
+    store_block<T>(s, inverse, warp, warp, lane);
+    __syncwarp();
+    multiply_tile(c, &s.inverse[pair + 16][pair + 16], &s.lower[pair][pair + 16 + c8], 16, lane);
+    store_tile(&s.inverse[pair + 16][pair + c8], c, -1.f, lane);
+  }
   sync_prepare();
   // Blocks of 32: a warp takes one of four tiles. Column tile c of the lower triangle A11 begins at
   // row c; row tile r of A22 ends at r + 16.
   const int r = warp / 2 * 16, c = warp % 2 * 16;
-  multiply_tile<2>(&s.lower[32 + r][c], &s.inverse[c][c], 32 - c, 1.f, &s.lower[r][32 + c], lane);
+  float tile[2][4];
+  multiply_tile(tile, &s.lower[32 + r][c], &s.inverse[c][c], 32 - c, lane);
+  store_tile(&s.lower[r][32 + c], tile, 1.f, lane);
+  if (warp % 2 == 0) store_block<T>(s, inverse, warp + 1, warp, lane);
   sync_prepare();
-  multiply_tile<2>(&s.inverse[32 + r][32], &s.lower[0][32 + c], r + 16, -1.f, &s.inverse[32 + r][c],
-                   lane);
-  sync_prepare();
+  multiply_tile(tile, &s.inverse[32 + r][32], &s.lower[0][32 + c], r + 16, lane);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // 8-column group i / 2, rows g + 8 (i % 2)
+    *reinterpret_cast<uint32_t*>(
+        inverse + tile_offset(32 + r + lane / 4 + i % 2 * 8, c + i / 2 * 8 + lane % 4 * 2)) =
+        pack<T>(-tile[i / 2][i % 2 * 2], -tile[i / 2][i % 2 * 2 + 1]);
+  }
 }
 
 // Zeroes row `row` of the tiles of one operand, 64 columns each.
@@ -231,16 +264,21 @@ __device__ __forceinline__ void store_lower(PrepareScratch& s, const float (&kk)
   const int row = 16 * warp + lane / 4, t4 = lane % 4 * 2;
   const float scale[2] = {s.row_scale[row], s.row_scale[row + 8]};
   const float sum[2] = {kDecay ? s.cumulative[row] : 0.f, kDecay ? s.cumulative[row + 8] : 0.f};
+  // Read ahead of the writes: the compiler cannot tell that they do not overlap.
+  float2 column[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    column[j] = *reinterpret_cast<const float2*>(&s.column_scale[8 * j + t4]);
+  }
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     if (j > 2 * warp + 1) break;
-    const float2 column = *reinterpret_cast<const float2*>(&s.column_scale[8 * j + t4]);
     float2 gate;
     if constexpr (kDecay) gate = *reinterpret_cast<const float2*>(&s.cumulative[8 * j + t4]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float x = scale[h] * column.x * kk[4 * j + 2 * h];
-      float y = scale[h] * column.y * kk[4 * j + 2 * h + 1];
+      float x = scale[h] * column[j].x * kk[4 * j + 2 * h];
+      float y = scale[h] * column[j].y * kk[4 * j + 2 * h + 1];
       if constexpr (kDecay) x *= __expf(sum[h] - gate.x), y *= __expf(sum[h] - gate.y);
       *reinterpret_cast<float2*>(&s.lower[row + 8 * h][8 * j + t4]) =
           make_float2(round_tf32(x), round_tf32(y));
@@ -259,43 +297,29 @@ __device__ __forceinline__ void store_scores(const PrepareScratch& s, const floa
   const float sum[2] = {kDecay ? s.cumulative[row] : 0.f, kDecay ? s.cumulative[row + 8] : 0.f};
   const int offset = tile_offset(row, t4);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (j < 2 * warp) continue;
-    const int c = 8 * j + t4;
-    const float2 query = *reinterpret_cast<const float2*>(&s.query_scale[c]);
-    float2 gate;
-    if constexpr (kDecay) gate = *reinterpret_cast<const float2*>(&s.cumulative[c]);
+  for (int j0 = 0; j0 < 8; j0 += 4) {  // reads ahead of writes, as above
+    float2 query[4], gate[4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = row + 8 * h;
-      float x = scale[h] * query.x * kq[4 * j + 2 * h];
-      float y = scale[h] * query.y * kq[4 * j + 2 * h + 1];
-      if constexpr (kDecay) x *= __expf(gate.x - sum[h]), y *= __expf(gate.y - sum[h]);
-      if (j <= 2 * warp + 1) {
-        if (c < r) x = 0.f;
-        if (c + 1 < r) y = 0.f;
+    for (int j = 0; j < 4; ++j) {
+      query[j] = *reinterpret_cast<const float2*>(&s.query_scale[8 * (j0 + j) + t4]);
+      if constexpr (kDecay) {
+        gate[j] = *reinterpret_cast<const float2*>(&s.cumulative[8 * (j0 + j) + t4]);
       }
-      *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) = pack<T>(x, y);
     }
-  }
-}
-
-// Rounds A_hat into its tile.
-template <typename T>
-__device__ __forceinline__ void store_inverse(const PrepareScratch& s, unsigned char* inverse,
-                                              int thread) {
-  const int warp = thread / 32, lane = thread % 32;
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
-    const int block = 4 * i + warp;
-    if (block >= 10) break;
-    int block_row, block_column;
-    block_place(block, block_row, block_column);
-    const int r = 16 * block_row + lane % 16, c = 16 * block_column + lane / 16 * 8;
-    const float4 x = *reinterpret_cast<const float4*>(&s.inverse[r][c]);
-    const float4 y = *reinterpret_cast<const float4*>(&s.inverse[r][c + 4]);
-    *reinterpret_cast<uint4*>(inverse + tile_offset(r, c)) =
-        make_uint4(pack<T>(x.x, x.y), pack<T>(x.z, x.w), pack<T>(y.x, y.y), pack<T>(y.z, y.w));
+    for (int i = 0; i < 8; ++i) {
+      const int j = j0 + i / 2, h = i % 2, r = row + 8 * h, c = 8 * j + t4;
+      float x = scale[h] * query[i / 2].x * kq[4 * j + 2 * h];
+      float y = scale[h] * query[i / 2].y * kq[4 * j + 2 * h + 1];
+      if constexpr (kDecay) {
+        x *= __expf(gate[i / 2].x - sum[h]);
+        y *= __expf(gate[i / 2].y - sum[h]);
+      }
+      const uint32_t pair = pack<T>(c < r ? 0.f : x, c + 1 < r ? 0.f : y);
+      if (j >= 2 * warp) {
+        *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) = pair;
+      }
+    }
   }
 }
 
@@ -345,13 +369,13 @@ __device__ __forceinline__ void make_scalars(const ChunkArgs& a, PrepareScratch&
   sync_prepare();
 }
 
-// The chunk's part before the inverse: from kk = K K^T to L_hat in the scratch, P_hat and scalars.
+// The chunk's part before the inverse: from kk = K K^T to the scalars and L_hat in the scratch, and
+// (kScores) kq = K Q^T.
 template <typename T, int kK, bool kErase, bool kDecay, bool kScores>
 __device__ __forceinline__ void prepare_chunk(const ChunkArgs& a, PrepareScratch& s,
-                                              float (&kk)[32], unsigned char* k,
-                                              const unsigned char* q, unsigned char* scores,
-                                              ChunkScalars& scalars, const TokenInput& input,
-                                              int tokens, int thread) {
+                                              float (&kk)[32], float (&kq)[32], unsigned char* k,
+                                              const unsigned char* q, ChunkScalars& scalars,
+                                              const TokenInput& input, int tokens, int thread) {
   // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
   while (sync_threads_or(kPrepareBarrier, kWarpgroup, store_squares(s, kk, thread)) &&
          (a.qk_l2norm || key_overflows(a.rule, HUGE_VALF))) {
@@ -362,14 +386,12 @@ __device__ __forceinline__ void prepare_chunk(const ChunkArgs& a, PrepareScratch
     wait_products<0>();
     pin(kk);
   }
-  float kq[32];
   if constexpr (kScores) multiply_keys<T, kK>(kq, k, q);  // while the coefficients are made
   make_scalars<T, kK, kDecay, kScores>(a, s, q, scalars, input, tokens, thread);
   if constexpr (kErase) store_lower<kDecay>(s, kk, thread);
   if constexpr (kScores) {
     wait_products<0>();
     pin(kq);
-    store_scores<T, kDecay>(s, kq, scores, thread);
   }
 }
 

@@ -168,6 +168,18 @@ __device__ __forceinline__ void stmatrix_x4_transposed(uint32_t address, const u
       "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
       : "memory");
 }
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_plain(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
 __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -221,6 +233,12 @@ __device__ __forceinline__ void wait_products() {
                : OUT                                                                             \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                             \
                  "r"(static_cast<int>(accumulate)))
+#define EFLA_WGMMA_SS_WIDE(TYPE)                                                          \
+  asm volatile(                                                                           \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned."           \
+      "m64n128k16.f32." TYPE "." TYPE " {" EFLA_LIST64 "}, %64, %65, p, 1, 1, 0, 1;\n}\n" \
+      : EFLA_D64                                                                          \
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
 #define EFLA_WGMMA_SS(TYPE)                                                              \
   asm volatile(                                                                          \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned."          \
@@ -278,6 +296,17 @@ __device__ __forceinline__ void product_shared(float (&d)[32], uint64_t a, uint6
   }
 }
 
+// N = 128, A by rows, B by columns.
+template <typename T>
+__device__ __forceinline__ void product_shared_columns(float (&d)[64], uint64_t a, uint64_t b,
+                                                       bool accumulate) {
+  if constexpr (kIsBfloat16<T>) {
+    EFLA_WGMMA_SS_WIDE("bf16");
+  } else {
+    EFLA_WGMMA_SS_WIDE("f16");
+  }
+}
+
 #undef EFLA_D4
 #undef EFLA_D16
 #undef EFLA_D32
@@ -286,5 +315,6 @@ __device__ __forceinline__ void product_shared(float (&d)[32], uint64_t a, uint6
 #undef EFLA_LIST64
 #undef EFLA_WGMMA_RS
 #undef EFLA_WGMMA_SS
+#undef EFLA_WGMMA_SS_WIDE
 
 }  // namespace efla::cuda::sm90

@@ -5,65 +5,10 @@
 #include <algorithm>
 
 #include "efla/kernels/cuda/sm90/scan_launch.cuh"
+#include "efla/kernels/cuda/sm90/tensor_map.h"
 
 namespace efla::cuda::sm90 {
 namespace {
-
-int attribute(cudaDeviceAttr which) {
-  int device = 0, value = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
-}
-
-// Whether the copy engine can read or write the tensor in place: 16-byte rows, positive strides.
-template <typename AnyView>
-bool has_map(const AnyView& x, int64_t batch, int64_t tokens, int64_t heads) {
-  const auto good = [](int64_t size, int64_t stride) {
-    return size <= 1 || (stride > 0 && stride % 8 == 0 && stride < (int64_t{1} << 38));
-  };
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && good(batch, x.batch) &&
-         good(tokens, x.token) && good(heads, x.head);
-}
-
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-// The driver's encoder; null where the driver has none.
-Encode encoder() {
-  static const Encode encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const auto e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                    cudaEnableDefault, &found);
-    return e == cudaSuccess && found == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<Encode>(entry)
-               : nullptr;
-  }();
-  return encode;
-}
-
-// Boxes of kC tokens x 64 columns of one head over [batch, tokens, heads, columns].
-template <typename AnyView>
-bool make_map(CUtensorMap& map, const AnyView& x, DType dtype, int64_t batch, int64_t tokens,
-              int64_t heads, int64_t columns) {
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(heads),
-                              static_cast<cuuint64_t>(tokens), static_cast<cuuint64_t>(batch)};
-  // The stride of a dimension of size 1 is never used but must look like one.
-  const auto bytes = [](int64_t size, int64_t stride) {
-    return static_cast<cuuint64_t>(size > 1 ? stride * 2 : 16);
-  };
-  const cuuint64_t strides[] = {bytes(heads, x.head), bytes(tokens, x.token),
-                                bytes(batch, x.batch)};
-  const cuuint32_t box[] = {kTileColumns, 1, kC, 1}, steps[] = {1, 1, 1, 1};
-  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encoder()(&map, type, 4, const_cast<void*>(static_cast<const void*>(x.data)), sizes,
-                   strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
 
 // Tiles from which on whole sequences keep the device busy, and below which sequences are split.
 constexpr int64_t kFullTiles = 96;
@@ -76,13 +21,11 @@ constexpr int64_t kShortestPart = 1024;
 bool scan_applies(const ForwardParams& params) {
   const Problem& p = params.problem;
   const Shape& s = p.shape;
-  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return false;
   if (s.key_dim != s.value_dim || (s.key_dim != 64 && s.key_dim != 128)) return false;
   if (s.tokens >= INT32_MAX || s.batch >= INT32_MAX) return false;
   return has_map(p.q, s.batch, s.tokens, s.heads) && has_map(p.k, s.batch, s.tokens, s.heads) &&
          has_map(p.v, s.batch, s.tokens, s.value_heads) &&
-         has_map(params.o, s.batch, s.tokens, s.value_heads) &&
-         attribute(cudaDevAttrComputeCapabilityMajor) == 9 && encoder();
+         has_map(params.o, s.batch, s.tokens, s.value_heads) && device_applies(p.dtype);
 }
 
 ScanPlan plan_scan(const Problem& problem) {

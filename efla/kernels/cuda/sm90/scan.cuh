@@ -144,15 +144,20 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
       s.values_full[i].wait(ring.round);
       if (thread >= tokens && thread < kC) zero_row(s.v[i][0], kV / 64, thread);
     }
-    prepare_chunk<T, kK, kErase, kDecay, Shared::kOutput>(
-        a, s.scratch, kk, s.k[i][0], s.q[Shared::kOutput ? i : 0][0],
-        s.scores[Shared::kOutput ? j : 0], s.scalars[j], input, tokens, thread);
+    float kq[32];
+    prepare_chunk<T, kK, kErase, kDecay, Shared::kOutput>(a, s.scratch, kk, kq, s.k[i][0],
+                                                          s.q[Shared::kOutput ? i : 0][0],
+                                                          s.scalars[j], input, tokens, thread);
     ring.advance();
     if constexpr (kErase) sync_prepare();
-    if (left > 0) start(min(kC, left));  // while the inverse is made
+    if (left > 0) start(min(kC, left));  // while the rest is made
+    const auto scores = [&] {
+      if constexpr (Shared::kOutput) store_scores<T, kDecay>(s.scratch, kq, s.scores[j], thread);
+    };
     if constexpr (kErase) {
-      invert(s.scratch, thread);
-      store_inverse<T>(s.scratch, s.inverse[j], thread);
+      invert<T>(s.scratch, s.inverse[j], thread, scores);
+    } else {
+      scores();
     }
     fence_async_proxy();
     s.ready[j].arrive();

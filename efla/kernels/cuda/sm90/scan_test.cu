@@ -99,6 +99,9 @@ TEST_P(Scan, PartsHalf) {
   check<__half>(GetParam(), split(GetParam(), static_cast<int>(GetParam().value_dim), 128), 2e-3);
 }
 
+TEST_P(Scan, GradientsBFloat16) { check_backward<__nv_bfloat16>(GetParam(), 6e-3, Family::kAuto); }
+TEST_P(Scan, GradientsHalf) { check_backward<__half>(GetParam(), 3e-3, Family::kAuto); }
+
 INSTANTIATE_TEST_SUITE_P(Cases, Scan, testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
