@@ -80,6 +80,29 @@ TEST_P(EveryVariant, Bfloat16FollowsFloat32) {
   }
 }
 
+// Mamba-2's residual stream stays in float32 where the weights are bfloat16: a sum over many layers
+// is rounded once instead of in every layer.
+TEST(LanguageModel, Float32ResidualsLoseLess) {
+  ModelConfig config = variant("mamba2_plain").config;
+  config.num_hidden_layers = 24;
+  LanguageModel wide = random_model(config);
+  {
+    // A long residual: its rounding outweighs that of the branches.
+    const torch::NoGradGuard no_grad;
+    wide->named_parameters()["backbone.embeddings.weight"].mul_(64);
+  }
+  LanguageModel kept = copy_model(wide, config, at::kBFloat16);
+  config.mamba2.residual_in_fp32 = false;
+  LanguageModel rounded = copy_model(wide, config, at::kBFloat16);
+  // The rounding of the weights is common to both and not the question.
+  LanguageModel exact = copy_model(kept, config, at::kFloat);
+  const at::Tensor ids = random_tokens(config, 2, 40);
+  const torch::NoGradGuard no_grad;
+  const at::Tensor expected = exact->forward(ids);
+  EXPECT_LT(relative_error(kept->forward(ids), expected),
+            0.8 * relative_error(rounded->forward(ids), expected));
+}
+
 // 1 - exp(-softplus(z)) = sigmoid(z): on unit keys the loose-beta exact flow is DeltaNet
 // (docs/mathematics.md, "The layer").
 TEST(Identities, ExactFlowOnUnitKeysWithSoftplusIsDeltaNet) {
