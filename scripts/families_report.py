@@ -87,11 +87,11 @@ def main():
     arguments = sys.argv[split + 1:]
     draw(runs, ROOT / "docs" / "images" / "families.png")
     command = " ".join(["scripts/families.sh", *arguments])
-    samples = "\n".join(f"- {r['name']}: \"It was a truth{one_line(r['sample']['text'])}\""
+    samples = "\n".join(f"- {r['name']}: {one_line(r['sample']['prompt'] + r['sample']['text'])}"
                         for r in runs)
     (ROOT / "docs" / "families.md").write_text(f"""# Every family from one recipe
 
-`{command}` on {datetime.date.today()}, {processor()}, {os.environ.get('OMP_NUM_THREADS', '?')} thread(s). Each family is
+`{command}` on {datetime.date.today()}, {processor()}, {os.environ.get('OMP_NUM_THREADS', '?')} of {os.cpu_count()} cores. Each family is
 `efla train configs/FAMILY.toml`: {runs[0]['steps']} steps ({runs[0]['tokens']:,} tokens) on four novels of Jane Austen; text, order, seed,
 optimizer, schedule and peak learning rate are the same and tuned for none, parameters match within a few percent.
 
