@@ -3,7 +3,7 @@
 
 #include "efla/kernels/cuda/delta_rule.h"
 #include "efla/kernels/cuda/portable/chunk_launch.cuh"
-#include "efla/kernels/cuda/sm90/gradients.h"
+#include "efla/kernels/cuda/sm90/backward.h"
 #include "efla/kernels/cuda/sm90/scan.h"
 
 namespace efla::cuda {
@@ -87,14 +87,14 @@ void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, void*& parts_q, 
   parts_k = arena.take(parts);
 }
 
-cudaError_t dispatch(DType dtype, const ChunkArgs& a, Pass pass, cudaStream_t stream) {
+cudaError_t dispatch(DType dtype, const ChunkArgs& a, bool backward, cudaStream_t stream) {
   switch (dtype) {
     case DType::kFloat32:
-      return chunk_typed<float>(a, pass, stream);
+      return chunk_typed<float>(a, backward, stream);
     case DType::kBFloat16:
-      return chunk_typed<__nv_bfloat16>(a, pass, stream);
+      return chunk_typed<__nv_bfloat16>(a, backward, stream);
     case DType::kFloat16:
-      return chunk_typed<__half>(a, pass, stream);
+      return chunk_typed<__half>(a, backward, stream);
     case DType::kFloat64:
       break;
   }
@@ -171,7 +171,7 @@ cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStre
   ChunkArgs a = make_args(p, arena);
   a.o = params.o;
   a.final_state = static_cast<float*>(params.final_state);
-  return dispatch(p.dtype, a, Pass::kForward, stream);
+  return dispatch(p.dtype, a, false, stream);
 }
 
 cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream,
@@ -196,10 +196,9 @@ cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaSt
     a.grad_q = {parts_q, s.tokens * row, row, s.key_dim};
     a.grad_k = {parts_k, s.tokens * row, row, s.key_dim};
   }
-  if (auto e = dispatch(p.dtype, a, Pass::kBackwardScans, stream)) return e;
-  const bool hopper = family == Family::kAuto && sm90::gradients_apply(params);
-  if (auto e = hopper ? sm90::gradients(a, p.dtype, stream)
-                      : dispatch(p.dtype, a, Pass::kGradients, stream)) {
+  if (family == Family::kAuto && sm90::backward_applies(params)) {
+    if (auto e = sm90::backward(a, p.dtype, stream)) return e;
+  } else if (auto e = dispatch(p.dtype, a, true, stream)) {
     return e;
   }
   if (grouped) {

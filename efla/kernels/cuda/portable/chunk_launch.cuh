@@ -39,17 +39,14 @@ cudaError_t launch(Kernel* kernel, int64_t blocks, int threads, int shared_bytes
   return cudaGetLastError();
 }
 
-// What to run: the forward; of the backward, the scan that keeps the states and the reverse scan,
-// or the gradients from what they kept.
-enum class Pass { kForward, kBackwardScans, kGradients };
-
+// Forward: the scan. Backward: the scan that keeps the states, the reverse scan, the gradients.
 template <int kWarps, typename T, int kK>
-cudaError_t launch_scans(const ChunkArgs& a, Pass pass, cudaStream_t stream) {
+cudaError_t launch_scans(const ChunkArgs& a, bool backward, cudaStream_t stream) {
   constexpr int kC = chunk_tokens<T>(kK);
   constexpr int kBytes = 2 * sizeof(ScanStage<T, kK, kC, kWarps>);
   constexpr int kColumns = kScanColumns<kWarps>;
   const int64_t blocks = a.sequences * a.value_heads * ((a.value_dim + kColumns - 1) / kColumns);
-  if (pass == Pass::kForward) {
+  if (!backward) {
     return launch(chunk_scan_kernel<false, T, kK, kC, kWarps>, blocks, kWarps * 32, kBytes, a,
                   stream);
   }
@@ -61,41 +58,42 @@ cudaError_t launch_scans(const ChunkArgs& a, Pass pass, cudaStream_t stream) {
 }
 
 template <typename T, int kK>
-cudaError_t launch_chunk(const ChunkArgs& a, Pass pass, cudaStream_t stream) {
+cudaError_t launch_chunk(const ChunkArgs& a, bool backward, cudaStream_t stream) {
   constexpr int kC = chunk_tokens<T>(kK);
   // Eight warps where V fills them and there are blocks for every multiprocessor all the same.
   constexpr int kWide = sizeof(T) == 2 && kK <= 128 ? 8 : 4;
   const int64_t chunks =
       chunk_slots(a.sequences, a.tokens, a.cu_seqlens != nullptr, kC) * a.value_heads;
   const bool wide = a.value_dim > 64 && a.sequences * a.value_heads >= kManyTiles;
-  if (pass == Pass::kGradients) {
-    return launch(chunk_gradients_kernel<T, kK, kC>, chunks, kGradientThreads<kC>,
-                  sizeof(GradientShared<T, kK, kC>), a, stream);
-  }
   if (auto e = launch(chunk_prepare_kernel<T, kK, kC>, chunks, kC * 2,
                       sizeof(PrepareShared<T, kK, kC>), a, stream)) {
     return e;
   }
-  return wide ? launch_scans<kWide, T, kK>(a, pass, stream)
-              : launch_scans<4, T, kK>(a, pass, stream);
+  if (auto e = wide ? launch_scans<kWide, T, kK>(a, backward, stream)
+                    : launch_scans<4, T, kK>(a, backward, stream)) {
+    return e;
+  }
+  if (!backward) return cudaSuccess;
+  return launch(chunk_gradients_kernel<T, kK, kC>, chunks, kGradientThreads<kC>,
+                sizeof(GradientShared<T, kK, kC>), a, stream);
 }
 
 template <typename T>
-cudaError_t chunk_typed(const ChunkArgs& a, Pass pass, cudaStream_t stream) {
+cudaError_t chunk_typed(const ChunkArgs& a, bool backward, cudaStream_t stream) {
   switch (padded_key_dim(a.key_dim)) {
     case 64:
-      return launch_chunk<T, 64>(a, pass, stream);
+      return launch_chunk<T, 64>(a, backward, stream);
     case 128:
-      return launch_chunk<T, 128>(a, pass, stream);
+      return launch_chunk<T, 128>(a, backward, stream);
     case 256:
-      return launch_chunk<T, 256>(a, pass, stream);
+      return launch_chunk<T, 256>(a, backward, stream);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
-extern template cudaError_t chunk_typed<float>(const ChunkArgs&, Pass, cudaStream_t);
-extern template cudaError_t chunk_typed<__nv_bfloat16>(const ChunkArgs&, Pass, cudaStream_t);
-extern template cudaError_t chunk_typed<__half>(const ChunkArgs&, Pass, cudaStream_t);
+extern template cudaError_t chunk_typed<float>(const ChunkArgs&, bool, cudaStream_t);
+extern template cudaError_t chunk_typed<__nv_bfloat16>(const ChunkArgs&, bool, cudaStream_t);
+extern template cudaError_t chunk_typed<__half>(const ChunkArgs&, bool, cudaStream_t);
 
 }  // namespace efla::cuda

@@ -404,6 +404,9 @@ struct GradientBlock {
     }
   }
 
+  // k_factor goes from the third warpgroup to the first.
+  static __device__ void sync_factors() { sync_threads(2, 2 * kWarpgroup); }
+
   __device__ void key_gradients(bool parts) {
     float d[64];
     multiply_state(d, s.grad_r, s.state);
@@ -449,7 +452,7 @@ struct GradientBlock {
       }
     }
     __syncthreads();  // sums and C x C operands are there
-    __syncthreads();  // and k_factor
+    sync_factors();
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
       const float factor = s.k_factor[row_of(n)];
@@ -476,7 +479,6 @@ struct GradientBlock {
       const float factor = s.y_factor[row_of(n)];
       d[2 * n] *= factor, d[2 * n + 1] *= factor;
     }
-    __syncthreads();
     __syncthreads();
     pin(d);
     fence_products();
@@ -550,11 +552,10 @@ __global__ void __launch_bounds__(kGradientGroups* kWarpgroup, 1)
       block.template finish_pairs<false>();
       __syncthreads();
       if (threadIdx.x % kWarpgroup < kC) block.finish_scalars(threadIdx.x % kWarpgroup);
-      __syncthreads();
+      block.sync_factors();
       break;
     default:
       block.template finish_pairs<true>();
-      __syncthreads();
       __syncthreads();
   }
 }

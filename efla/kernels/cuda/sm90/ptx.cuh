@@ -121,6 +121,14 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, const void* sh
       : "memory");
 }
 // Copies contiguous bytes, a multiple of 16.
+__device__ __forceinline__ void load_bytes(void* shared, const void* global, int bytes,
+                                           Barrier& full) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(&full.word))
+      : "memory");
+}
 __device__ __forceinline__ void store_bytes(void* global, const void* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)

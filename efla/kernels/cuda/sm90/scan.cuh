@@ -19,6 +19,7 @@ namespace efla::cuda::sm90 {
 enum class Walk {
   kOutput,   // o and the final state
   kAdvance,  // the state after each part, and (blockIdx.y = 1) the part's transition
+  kKeep,  // for the backward: the state before each chunk, U, and what the chunk's triangles hold
 };
 
 template <int kK, int kV, Walk kWalk>
@@ -26,17 +27,18 @@ struct ScanShared {
   static constexpr int kGroups = kV / 64;
   static constexpr int kTile = kC * 128;
   static constexpr int kStages = 3;
-  static constexpr bool kOutput = kWalk == Walk::kOutput;
+  static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
+  static constexpr bool kScores = kOutput || kKeep;
 
   unsigned char k[kStages][kK / 64][kTile];
-  unsigned char q[kOutput ? kStages : 1][kOutput ? kK / 64 : 1][kOutput ? kTile : 1024];
-  unsigned char v[kStages][kGroups][kTile];
+  unsigned char q[kScores ? kStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
+  unsigned char v[kStages][kGroups][kTile];  // later o or U
   unsigned char inverse[2][kTile];
-  unsigned char scores[kOutput ? 2 : 1][kOutput ? kTile : 1024];
+  unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
   PrepareScratch scratch;
   ChunkScalars scalars[2];
   Barrier keys_full[kStages], keys_free[kStages];      // k and q
-  Barrier values_full[kStages], values_free[kStages];  // v, later o
+  Barrier values_full[kStages], values_free[kStages];  // v
   Barrier ready[2], triangles_free[2];                 // inverse, scores, scalars
 };
 
@@ -57,7 +59,7 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
       s.keys_full[i].init(1);
       s.keys_free[i].init(4 * Shared::kGroups);
       s.values_full[i].init(1);
-      s.values_free[i].init(Shared::kOutput ? Shared::kGroups : 4 * Shared::kGroups);
+      s.values_free[i].init(Shared::kScores ? Shared::kGroups : 4 * Shared::kGroups);
     }
     for (int i = 0; i < 2; ++i) {
       s.ready[i].init(kWarpgroup);
@@ -68,12 +70,12 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
   __syncthreads();
 }
 
-// The feeding thread.
+// The thread that feeds k and q.
 template <int kK, int kV, Walk kWalk>
-__device__ __forceinline__ void feed(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
-                                     const Place& p, bool values) {
+__device__ __forceinline__ void feed_keys(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
+                                          const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  constexpr int kOperands = Shared::kOutput ? 2 : 1;
+  constexpr int kOperands = Shared::kScores ? 2 : 1;
   const int chunks = chunks_of(p), row = static_cast<int>(p.row);
   int token = static_cast<int>(p.begin);
   Ring<Shared::kStages> ring;
@@ -83,17 +85,34 @@ __device__ __forceinline__ void feed(const ScanMaps& maps, ScanShared<kK, kV, kW
     s.keys_full[i].arrive_expecting(kOperands * kK * kC * 2);
     for (int j = 0; j < kK / 64; ++j) {
       load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, p.hk, token, row);
-      if constexpr (Shared::kOutput) {
+      if constexpr (Shared::kScores) {
         load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, p.hk, token, row);
       }
     }
-    if (!values) continue;
+  }
+}
+
+// The thread that feeds v: another, for v's buffers are free later than those of k and q.
+template <int kK, int kV, Walk kWalk>
+__device__ __forceinline__ void feed_values(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
+                                            const Place& p) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  const int chunks = chunks_of(p), row = static_cast<int>(p.row);
+  int token = static_cast<int>(p.begin);
+  Ring<Shared::kStages> ring;
+  for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
+    const int i = ring.index;
     s.values_free[i].wait(ring.round ^ 1);
     s.values_full[i].arrive_expecting(kV * kC * 2);
     for (int j = 0; j < kV / 64; ++j) {
       load_box(s.v[i][j], maps.v, s.values_full[i], p.column0 + 64 * j, p.hv, token, row);
     }
   }
+}
+
+// Where the backward's workspaces hold chunk `chunk` of a place.
+__device__ __forceinline__ int64_t workspace_place(const ChunkArgs& a, const Place& p, int chunk) {
+  return (first_slot(a, p.sequence, kC) + chunk) * a.value_heads + p.hv;
 }
 
 // The auxiliary warpgroup.
@@ -114,6 +133,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   Ring<2> out;
   const int row = static_cast<int>(p.row), hv = p.hv;
   int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
+  int chunk = 0;  // for kKeep
   TokenInput input = read_token<kDecay>(a, row, token + thread, hv, thread < min(kC, left));
   float kk[32];
   // Starts K K^T of the ring's chunk. What lies behind the sequence may be anything, NaN too.
@@ -121,7 +141,10 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     unsigned char* k = s.k[ring.index][0];
     s.keys_full[ring.index].wait(ring.round);
     if (tokens < kC) {
-      if (thread >= tokens && thread < kC) zero_row(k, kK / 64, thread);
+      if (thread >= tokens && thread < kC) {
+        zero_row(k, kK / 64, thread);
+        if (Shared::kScores) zero_row(s.q[ring.index][0], kK / 64, thread);
+      }
       fence_async_proxy();
       sync_prepare();
     }
@@ -145,14 +168,15 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
       if (thread >= tokens && thread < kC) zero_row(s.v[i][0], kV / 64, thread);
     }
     float kq[32];
-    prepare_chunk<T, kK, kErase, kDecay, Shared::kOutput>(a, s.scratch, kk, kq, s.k[i][0],
-                                                          s.q[Shared::kOutput ? i : 0][0],
+    if (Shared::kKeep && thread == 0) wait_stores_read<1>();  // those of the chunk before the last
+    prepare_chunk<T, kK, kErase, kDecay, Shared::kScores>(a, s.scratch, kk, kq, s.k[i][0],
+                                                          s.q[Shared::kScores ? i : 0][0],
                                                           s.scalars[j], input, tokens, thread);
     ring.advance();
     if constexpr (kErase) sync_prepare();
     if (left > 0) start(min(kC, left));  // while the rest is made
     const auto scores = [&] {
-      if constexpr (Shared::kOutput) store_scores<T, kDecay>(s.scratch, kq, s.scores[j], thread);
+      if constexpr (Shared::kScores) store_scores<T, kDecay>(s.scratch, kq, s.scores[j], thread);
     };
     if constexpr (kErase) {
       invert<T>(s.scratch, s.inverse[j], thread, scores);
@@ -161,11 +185,26 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     }
     fence_async_proxy();
     s.ready[j].arrive();
+    if constexpr (Shared::kKeep) {
+      sync_prepare();
+      if (thread == 0) {
+        constexpr int kTile = Shared::kTile;
+        const int64_t place = workspace_place(a, p, chunk);
+        if (kErase) {
+          store_bytes(static_cast<unsigned char*>(a.inverse) + place * kTile, s.inverse[j], kTile);
+        }
+        store_bytes(static_cast<unsigned char*>(a.scores) + place * kTile, s.scores[j], kTile);
+        store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[j], sizeof(ChunkScalars));
+        commit_stores();
+      }
+      ++chunk;
+    }
     out.advance();
     input = later;
     wait_products<0>();  // the compiler keeps no products in flight across iterations
     pin(kk);
   }
+  if (Shared::kKeep && thread == 0) wait_stores<0>();
 }
 
 // A pair of per-token scalars, of columns 8 j + 2 t and the next.
@@ -232,7 +271,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                                      ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr int kStages = Shared::kStages;
-  constexpr bool kOutput = Shared::kOutput;
+  constexpr bool kOutput = Shared::kOutput, kKeep = Shared::kKeep;
   const ChunkArgs& a = args.common;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
@@ -301,6 +340,18 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     s.ready[j].wait(triangles.round);
     fence_products();
     multiply_state<T, kK>(r, packed, s.k[i]);
+    if constexpr (kKeep) {
+      T* rows = static_cast<T*>(a.states) +
+                (workspace_place(a, p, c) * a.columns + column + 16 * (thread / 32)) * kK;
+#pragma unroll
+      for (int n = 0; n < kK / 16; ++n) {
+#pragma unroll
+        for (int h = 0; h < 4; ++h) {
+          *reinterpret_cast<uint32_t*>(rows + (lane / 4 + h % 2 * 8) * kK + 16 * n + h / 2 * 8 +
+                                       lane % 4 * 2) = packed[n][h];
+        }
+      }
+    }
     if constexpr (kOutput) {
       if (c > 0) store_output(c - 1, previous);  // while the product runs
       fence_products();
@@ -365,6 +416,19 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       for (int n = 0; n < 4; ++n) product_columns<T>(o, u[n], b + 128 * n, true);
       commit_products();
       wait_products<1>();
+    } else if constexpr (kKeep) {  // U, while the product runs
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        stmatrix_x4_transposed(shared_address(s.v[i][group]) + lane_offset + n * 16 * 128, u[n]);
+      }
+      fence_async_proxy();
+      sync_threads(2 + group, kWarpgroup);
+      if (thread == 0) {
+        store_box(maps.o, s.v[i][group], column, 0, static_cast<int>(workspace_place(a, p, c)) * kC,
+                  0);
+        commit_stores();
+      }
+      wait_products<0>();
     } else {
       wait_products<0>();
     }
@@ -377,7 +441,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     if (lane == 0) {
       s.keys_free[i].arrive();
       s.triangles_free[j].arrive();
-      if (!kOutput && values) s.values_free[i].arrive();
+      if (!Shared::kScores && values) s.values_free[i].arrive();
+    }
+    if (kKeep && thread == 0) {
+      wait_stores_read<0>();
+      s.values_free[i].arrive();
     }
     previous = i;
     ring.advance();
@@ -390,6 +458,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       float* to = a.final_state + (p.sequence * a.value_heads + p.hv) * state_size;
       visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { to[i] = x; });
     }
+  } else if constexpr (kKeep) {
+    if (thread == 0) wait_stores<0>();
   } else {
     const int64_t places = int64_t{gridDim.x} / (a.value_dim / kV);  // part slots times value heads
     float* to =
@@ -408,7 +478,7 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   auto& s = *reinterpret_cast<ScanShared<kK, kV, kWalk>*>(shared_bytes);
   constexpr int kGroups = kV / 64;
   init_barriers(s);
-  const bool values = kWalk == Walk::kOutput || blockIdx.y == 0;
+  const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const int group = threadIdx.x / kWarpgroup;
   // Each role finds the place for itself: kept across the roles' register limits it would spill.
   if (group < kGroups) {
@@ -422,7 +492,8 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   } else {
     give_registers<24>();
     const Place p = find_place(args, kV);
-    if (threadIdx.x % kWarpgroup == 0) feed<kK, kV, kWalk>(maps, s, p, values);
+    if (threadIdx.x % kWarpgroup == 0) feed_keys<kK, kV, kWalk>(maps, s, p);
+    if (threadIdx.x % kWarpgroup == 32 && values) feed_values<kK, kV, kWalk>(maps, s, p);
   }
 }
 

@@ -1,8 +1,8 @@
-// Host side of the Hopper gradients: where they apply, tensor maps, launch.
+// Host side of the backward on Hopper: where it applies, tensor maps.
 
-#include "efla/kernels/cuda/sm90/gradients.h"
+#include "efla/kernels/cuda/sm90/backward.h"
 
-#include "efla/kernels/cuda/sm90/gradients.cuh"
+#include "efla/kernels/cuda/sm90/backward_launch.cuh"
 #include "efla/kernels/cuda/sm90/tensor_map.h"
 
 namespace efla::cuda::sm90 {
@@ -11,23 +11,9 @@ namespace {
 // A workspace of rows of 128 elements.
 View rows_of(const void* data) { return {data, 0, kDim, 0}; }
 
-template <typename T, bool kDecay>
-cudaError_t launch(const GradientMaps& maps, const ChunkArgs& args, int64_t places,
-                   cudaStream_t stream) {
-  constexpr int kBytes = sizeof(GradientShared);
-  static_assert(kBytes <= 227 * 1024);
-  auto* kernel = gradients_kernel<T, kDecay>;
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
-    return e;
-  }
-  kernel<<<static_cast<unsigned>(places), kGradientGroups * kWarpgroup, kBytes, stream>>>(maps,
-                                                                                          args);
-  return cudaGetLastError();
-}
-
 }  // namespace
 
-bool gradients_apply(const BackwardParams& params) {
+bool backward_applies(const BackwardParams& params) {
   const Problem& p = params.problem;
   const Shape& s = p.shape;
   if (s.key_dim != kDim || s.value_dim != kDim || s.tokens >= INT32_MAX || s.batch >= INT32_MAX) {
@@ -42,11 +28,11 @@ bool gradients_apply(const BackwardParams& params) {
          device_applies(p.dtype);
 }
 
-cudaError_t gradients(const ChunkArgs& a, DType dtype, cudaStream_t stream) {
+cudaError_t backward(const ChunkArgs& a, DType dtype, cudaStream_t stream) {
   const bool packed = a.cu_seqlens != nullptr;
   const int64_t batch = packed ? 1 : a.sequences;
   const int64_t places = chunk_slots(a.sequences, a.tokens, packed, kC) * a.value_heads;
-  if (places == 0 || batch * a.tokens == 0) return cudaSuccess;
+  if (a.sequences * a.value_heads == 0) return cudaSuccess;
   if (places * kDim > INT32_MAX) return cudaErrorInvalidValue;
   GradientMaps maps{};
   const auto map = [&](CUtensorMap& out, const View& x, int64_t heads) {
@@ -55,19 +41,18 @@ cudaError_t gradients(const ChunkArgs& a, DType dtype, cudaStream_t stream) {
   const auto workspace = [&](CUtensorMap& out, const void* data, int64_t rows) {
     return make_map(out, rows_of(data), dtype, 1, places * rows, 1, kDim);
   };
-  if (!(map(maps.q, a.q, a.heads) && map(maps.k, a.k, a.heads) && map(maps.v, a.v, a.value_heads) &&
+  // Without a token there is nothing to map: the walks only pass the states through.
+  const bool any = batch * a.tokens > 0;
+  if (any &&
+      !(map(maps.q, a.q, a.heads) && map(maps.k, a.k, a.heads) && map(maps.v, a.v, a.value_heads) &&
         map(maps.grad_o, a.grad_o, a.value_heads) && workspace(maps.u, a.u, kC) &&
         workspace(maps.grad_r, a.grad_r, kC) && workspace(maps.state, a.states, kDim) &&
         workspace(maps.grad_state, a.grad_states, kDim))) {
     return cudaErrorInvalidValue;
   }
-  const bool decay = a.log_decay.data != nullptr;
-  if (dtype == DType::kBFloat16) {
-    return decay ? launch<__nv_bfloat16, true>(maps, a, places, stream)
-                 : launch<__nv_bfloat16, false>(maps, a, places, stream);
-  }
-  return decay ? launch<__half, true>(maps, a, places, stream)
-               : launch<__half, false>(maps, a, places, stream);
+  const ScanMaps scan{maps.q, maps.k, maps.v, maps.u};
+  return dtype == DType::kBFloat16 ? launch_backward<__nv_bfloat16>(scan, maps, a, places, stream)
+                                   : launch_backward<__half>(scan, maps, a, places, stream);
 }
 
 }  // namespace efla::cuda::sm90

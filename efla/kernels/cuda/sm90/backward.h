@@ -1,0 +1,19 @@
+// Host side of the backward on Hopper.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "efla/kernels/cuda/portable/chunk_common.cuh"
+
+namespace efla::cuda::sm90 {
+
+/// Whether backward() can run the problem on the current device: compute capability 9.0, 16-bit
+/// storage, K = V = 128, tensors whose rows start on 16-byte boundaries.
+bool backward_applies(const BackwardParams& params);
+
+/// Forward walk that keeps the states, reverse walk, gradients. `args` comes with the portable
+/// kernels' workspaces (sizes are the same, contents are not) and the place of dq and dk, which are
+/// float parts for grouped heads. Slack rows of the gradients are the caller's.
+cudaError_t backward(const ChunkArgs& args, DType dtype, cudaStream_t stream);
+
+}  // namespace efla::cuda::sm90

@@ -1,0 +1,6 @@
+#include "efla/kernels/cuda/sm90/backward_launch.cuh"
+
+namespace efla::cuda::sm90 {
+template cudaError_t launch_backward<__nv_bfloat16>(const ScanMaps&, const GradientMaps&,
+                                                    const ChunkArgs&, int64_t, cudaStream_t);
+}  // namespace efla::cuda::sm90
