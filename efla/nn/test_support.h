@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@ struct Variant {
   std::string name;
   ModelConfig config;
 };
+inline void PrintTo(const Variant& variant, std::ostream* out) { *out << variant.name; }
 std::vector<Variant> variants();  // every family; a further one joins here
 Variant variant(const std::string& name);
 inline std::string variant_name(const ::testing::TestParamInfo<Variant>& info) {

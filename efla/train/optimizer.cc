@@ -14,14 +14,22 @@ bool takes_weight_decay(const std::string& name, const at::Tensor& parameter) {
 
 AdamW::AdamW(NamedTensors parameters, const OptimizerRecipe& recipe)
     : parameters_(std::move(parameters)), recipe_(recipe) {
-  groups_[0].weight_decay = recipe.weight_decay;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [name, parameter] = parameters_[i];
     exp_avg_.push_back(at::zeros_like(parameter.detach()));
     exp_avg_sq_.push_back(at::zeros_like(parameter.detach()));
     steps_.push_back(at::zeros({}, at::kFloat));
-    groups_[takes_weight_decay(name, parameter) ? 0 : 1].members.push_back(i);
+    group_of(name, parameter).members.push_back(i);
   }
+}
+
+// A model in bfloat16 keeps A_log and dt_bias in float32; the fused kernel takes one type a call.
+AdamW::Group& AdamW::group_of(const std::string& name, const at::Tensor& parameter) {
+  const double decay = takes_weight_decay(name, parameter) ? recipe_.weight_decay : 0;
+  for (Group& group : groups_) {
+    if (group.weight_decay == decay && group.dtype == parameter.scalar_type()) return group;
+  }
+  return groups_.emplace_back(Group{decay, parameter.scalar_type(), {}});
 }
 
 void AdamW::step(double learning_rate) {

@@ -38,15 +38,19 @@ class AdamW {
   const NamedTensors& parameters() const { return parameters_; }
 
  private:
+  // Parameters that one call of the fused kernel updates.
   struct Group {
     double weight_decay = 0;
+    at::ScalarType dtype = at::kFloat;
     std::vector<size_t> members;  // indices into parameters_
   };
+
+  Group& group_of(const std::string& name, const at::Tensor& parameter);
 
   NamedTensors parameters_;
   OptimizerRecipe recipe_;
   std::vector<at::Tensor> exp_avg_, exp_avg_sq_, steps_;  // one each per parameter
-  Group groups_[2];                                       // with and without decay
+  std::vector<Group> groups_;
 };
 
 }  // namespace efla

@@ -97,6 +97,24 @@ TEST(AdamW, DecaySparesNormsBiasesAndVectors) {
   EXPECT_FALSE(takes_weight_decay("attn.o_norm.weight", matrix));
 }
 
+// A bfloat16 model with float32 decay parameters: each is updated in its own type, as if alone.
+TEST(AdamW, ParametersOfSeveralTypesAreUpdatedTogether) {
+  torch::manual_seed(8);
+  NamedTensors mixed = {{"attn.q_proj.weight", torch::randn({4, 3}).to(at::kBFloat16)},
+                        {"attn.A_log", torch::randn({5})},
+                        {"attn_norm.weight", torch::randn({3}).to(at::kBFloat16)}};
+  NamedTensors alone = {{"attn.A_log", mixed[1].second.clone()}};
+  for (auto& [name, tensor] : mixed) tensor.mutable_grad() = torch::randn_like(tensor);
+  alone[0].second.mutable_grad() = mixed[1].second.grad().clone();
+  const at::Tensor before = mixed[0].second.clone();
+  AdamW together(mixed, {}), single(alone, {});
+  together.step(0.01);
+  single.step(0.01);
+  EXPECT_TRUE(at::equal(mixed[1].second, alone[0].second));
+  EXPECT_FALSE(at::equal(mixed[0].second, before));
+  EXPECT_EQ(together.state()[3].second.scalar_type(), at::kFloat);  // exp_avg.attn.A_log
+}
+
 // In every family: projections, convolutions and tables decay; norms, biases and the parameters of
 // the decay (A_log, dt_bias, D) do not.
 TEST(AdamW, DecayExemptionsOfEveryFamily) {
