@@ -17,9 +17,9 @@ struct Cache {
     at::Tensor recurrent_state;         // [B, HV, K, V] float32 (float64 for a float64 model)
     at::Tensor conv_q, conv_k, conv_v;  // [B, D, W]: the last W inputs of each convolution
     at::Tensor conv_xbc;                // [B, D, W]: of Mamba-2's one convolution over x, B and C
-    // Softmax layers. Row b of keys and values holds lengths[b] tokens at its end or start, as the
-    // mixer likes; capacity is the mixer's choice.
-    at::Tensor keys, values;  // [B, Hkv, capacity, head], keys rotated
+    // Softmax layers. The last tokens of every sequence (all of them without a window) stand at the
+    // end of the slots in use; there may be more slots than that, for tokens to come.
+    at::Tensor keys, values;  // [B, Hkv, slots, head], keys rotated
     at::Tensor lengths;       // [B] int64, on the CPU: tokens that each sequence has seen
 
     Layer() = default;
