@@ -2,6 +2,8 @@
 
 #include <ATen/Functions.h>
 
+#include <algorithm>
+
 namespace efla {
 
 namespace {
@@ -10,6 +12,19 @@ template <typename Result, typename Layer>
 Result tensors_of(Layer& l) {
   return {&l.recurrent_state, &l.conv_q, &l.conv_k, &l.conv_v,
           &l.conv_xbc,        &l.keys,   &l.values, &l.lengths};
+}
+
+int64_t longest(const at::Tensor& lengths) {
+  return lengths.numel() > 0 ? lengths.max().item<int64_t>() : 0;
+}
+
+// Every sequence stands at the end of the slots in use, which are as many as the longest sequence
+// needs: without that one the others move up.
+void drop_unneeded_slots(Cache::Layer& layer, int64_t longest_before) {
+  const int64_t used = std::min(longest_before, layer.keys.size(2));  // fewer in a window
+  const int64_t needed = std::min(longest(layer.lengths), used);
+  layer.keys = layer.keys.narrow(2, used - needed, needed).contiguous();
+  layer.values = layer.values.narrow(2, used - needed, needed).contiguous();
 }
 
 }  // namespace
@@ -53,6 +68,7 @@ Cache Cache::select(const at::Tensor& rows) const {
     for (size_t i = 0; i < to.size(); ++i) {
       if (from[i]->defined()) *to[i] = from[i]->index_select(0, rows.to(from[i]->device()));
     }
+    if (layer.keys.defined()) drop_unneeded_slots(selected.layers.back(), longest(layer.lengths));
   }
   return selected;
 }

@@ -98,6 +98,28 @@ TEST_P(CacheOfEveryVariant, PackedPromptsContinue) {
   EXPECT_LT(relative_error(last[1], whole_b[0].narrow(0, 13, 1)), kTolerance);
 }
 
+// Sequences of unequal lengths of which the longest is dropped and another branches.
+TEST_P(CacheOfEveryVariant, SelectedRowsOfUnequalLengthsContinue) {
+  LanguageModel model = random_model(config());
+  const at::Tensor prompts = random_tokens(config(), 1, 3 + 12 + 8);
+  Cache cache;
+  model->forward(prompts, offsets({3, 12, 8}), &cache);
+  for (const bool stepped : {false, true}) {
+    Cache branch = cache.select(at::tensor({2, 0, 2}, at::kLong));
+    const at::Tensor next = random_tokens(config(), 3, 9, 31);
+    const std::vector<int64_t> pieces =
+        stepped ? std::vector<int64_t>(9, 1) : std::vector<int64_t>();
+    const at::Tensor got = forward_in_pieces(model, next, pieces, branch);
+    const std::vector<at::Tensor> parents = {prompts.narrow(1, 15, 8), prompts.narrow(1, 0, 3),
+                                             prompts.narrow(1, 15, 8)};
+    for (int64_t row = 0; row < 3; ++row) {
+      const at::Tensor whole = model->forward(at::cat({parents[row], next.narrow(0, row, 1)}, 1));
+      EXPECT_LT(relative_error(got[row], whole[0].narrow(0, parents[row].size(1), 9)), kTolerance)
+          << row;
+    }
+  }
+}
+
 TEST_P(CacheOfEveryVariant, NothingLeaksBetweenDocuments) {
   LanguageModel model = random_model(config());
   const std::vector<int64_t> lengths = {9, 2, 40, 13};
