@@ -18,14 +18,15 @@ inline constexpr int kPitch = kC + 4;      // of the float triangle: rows fall o
 // Of the triangles only the ten 16 x 16 blocks on and below the diagonal are made. Their floats are
 // kept rounded to TF32, as the products take them.
 struct PrepareScratch {
-  float lower[kC][kPitch];    // L_hat; above the diagonal, products on the way
-  float inverse[kC][kPitch];  // A_hat
-  float row_scale[kC];        // of row t of L_hat
-  float query_scale[kC];      // of row t of P_hat
-  float column_scale[kC];     // k_hat / k
-  float half_gate[kC];        // log gates summed over tokens 0.., and 32.. apart
-  float cumulative[kC];       // G, inclusive
-  float square[kC];           // |k|^2 as the tensor cores see it
+  float lower[kC][kPitch];              // L_hat; above the diagonal, products on the way
+  float inverse[kC][kPitch];            // A_hat
+  float row_scale[kC];                  // of row t of L_hat
+  float query_scale[kC];                // of row t of P_hat
+  float column_scale[kC];               // k_hat / k
+  float half_gate[kC];                  // log gates summed over tokens 0.., and 32.. apart
+  float cumulative[kC];                 // G, inclusive
+  float square[kC];                     // |k|^2 as the tensor cores see it
+  float beta[2][kC], log_decay[2][kC];  // of this chunk and the next
 };
 
 __device__ __forceinline__ void sync_prepare() { sync_threads(kPrepareBarrier, kWarpgroup); }
@@ -187,20 +188,32 @@ __device__ __forceinline__ float square_of_row(const unsigned char* tiles, int c
   return sum;
 }
 
-// What a token brings from global memory; read ahead of the chunk's tiles.
+// What a token brings from global memory.
 struct TokenInput {
-  float beta = 0.f, log_decay = 0.f;
+  float beta, log_decay;
 };
 
+// Starts copying a float into shared memory, or a zero; commit_copies() and wait_copies() finish
+// it.
+__device__ __forceinline__ void copy_async_float(float* shared, const float* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(exists ? 4 : 0)
+               : "memory");
+}
+
+// Starts reading a thread's token for the chunk of buffer `to`, ahead of the chunk's tiles.
 template <bool kDecay>
-__device__ __forceinline__ TokenInput read_token(const ChunkArgs& a, int row, int token, int hv,
-                                                 bool exists) {
-  TokenInput x;
-  if (exists) {
-    x.beta = *element<float>(a.beta, row, token, hv);
-    if (kDecay) x.log_decay = *element<float>(a.log_decay, row, token, hv);
+__device__ __forceinline__ void read_token(const ChunkArgs& a, PrepareScratch& s, int to, int row,
+                                           int token, int hv, int thread, bool exists) {
+  if (thread < kC) {
+    if (!exists) token = 0;  // an address that may be formed
+    copy_async_float(&s.beta[to][thread], element<float>(a.beta, row, token, hv), exists);
+    if constexpr (kDecay) {
+      copy_async_float(&s.log_decay[to][thread], element<float>(a.log_decay, row, token, hv),
+                       exists);
+    }
   }
-  return x;
+  commit_copies();
 }
 
 // A token's scalars for the normalised key: e |k|^2 / |k as stored|, w |k| and the log gate.
@@ -328,11 +341,14 @@ __device__ __forceinline__ void store_scores(const PrepareScratch& s, const floa
 template <typename T, int kK, bool kDecay, bool kScores>
 __device__ __forceinline__ void make_scalars(const ChunkArgs& a, PrepareScratch& s,
                                              const unsigned char* q, ChunkScalars& scalars,
-                                             const TokenInput& input, int tokens, int thread) {
+                                             int input, int tokens, int thread) {
   HatCoefficients c{0.f, 0.f, 0.f};
   if (thread < kC) {
     const float square = s.square[thread];
-    if (thread < tokens) c = hat_coefficients<kDecay>(a, input, square);
+    if (thread < tokens) {
+      const TokenInput token{s.beta[input][thread], kDecay ? s.log_decay[input][thread] : 0.f};
+      c = hat_coefficients<kDecay>(a, token, square);
+    }
     s.row_scale[thread] = c.erase;
     s.column_scale[thread] = square > 0.f ? rsqrtf(square) : 1.f;
     scalars.write[thread] = c.write;
@@ -375,7 +391,7 @@ template <typename T, int kK, bool kErase, bool kDecay, bool kScores>
 __device__ __forceinline__ void prepare_chunk(const ChunkArgs& a, PrepareScratch& s,
                                               float (&kk)[32], float (&kq)[32], unsigned char* k,
                                               const unsigned char* q, ChunkScalars& scalars,
-                                              const TokenInput& input, int tokens, int thread) {
+                                              int input, int tokens, int thread) {
   // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
   while (sync_threads_or(kPrepareBarrier, kWarpgroup, store_squares(s, kk, thread)) &&
          (a.qk_l2norm || key_overflows(a.rule, HUGE_VALF))) {

@@ -134,7 +134,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   const int row = static_cast<int>(p.row), hv = p.hv;
   int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
   int chunk = 0;  // for kKeep
-  TokenInput input = read_token<kDecay>(a, row, token + thread, hv, thread < min(kC, left));
+  read_token<kDecay>(a, s.scratch, 0, row, token + thread, hv, thread, thread < left);
   float kk[32];
   // Starts K K^T of the ring's chunk. What lies behind the sequence may be anything, NaN too.
   const auto start = [&](int tokens) {
@@ -161,7 +161,8 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     const int i = ring.index, j = out.index, tokens = min(kC, left);
     left -= kC;
     token += kC;
-    const TokenInput later = read_token<kDecay>(a, row, token + thread, hv, thread < min(kC, left));
+    wait_copies<0>();  // this chunk's token, which no other thread reads
+    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
     s.triangles_free[j].wait(out.round ^ 1);
     if (values && tokens < kC) {
       s.values_full[i].wait(ring.round);
@@ -171,7 +172,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     if (Shared::kKeep && thread == 0) wait_stores_read<1>();  // those of the chunk before the last
     prepare_chunk<T, kK, kErase, kDecay, Shared::kScores>(a, s.scratch, kk, kq, s.k[i][0],
                                                           s.q[Shared::kScores ? i : 0][0],
-                                                          s.scalars[j], input, tokens, thread);
+                                                          s.scalars[j], j, tokens, thread);
     ring.advance();
     if constexpr (kErase) sync_prepare();
     if (left > 0) start(min(kC, left));  // while the rest is made
@@ -200,7 +201,6 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
       ++chunk;
     }
     out.advance();
-    input = later;
     wait_products<0>();  // the compiler keeps no products in flight across iterations
     pin(kk);
   }
