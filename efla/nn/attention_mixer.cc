@@ -160,7 +160,7 @@ at::Tensor AttentionMixer::forward_packed(const at::Tensor& x, const std::vector
   for (int64_t n = 0; n < documents; ++n) {
     const int64_t start = offsets[n], length = offsets[n + 1] - start;
     const auto with_past = [&](const at::Tensor& fresh, const at::Tensor& cached) {
-      const at::Tensor own = fresh.narrow(2, start, length);
+      at::Tensor own = fresh.narrow(2, start, length);
       const int64_t seen = std::min(lengths[n], used);
       if (seen == 0) return own;
       return at::cat({cached.narrow(0, n, 1).narrow(2, used - seen, seen), own}, 2);

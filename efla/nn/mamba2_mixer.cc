@@ -46,7 +46,7 @@ void Mamba2Mixer::initialize(double range) {
 }
 
 at::Tensor Mamba2Mixer::step_sizes(const at::Tensor& dt) const {
-  const at::Tensor step = positive_step(dt, dt_bias_);
+  at::Tensor step = positive_step(dt, dt_bias_);
   if (config_.dt_limit_low <= 0 && std::isinf(config_.dt_limit_high)) return step;
   return at::clamp(step, config_.dt_limit_low, config_.dt_limit_high);
 }
