@@ -57,6 +57,7 @@ struct GradientBlock {
   GradientShared& s;
   const Chunk chunk;
   const int hv;
+  const float beta, log_decay;  // of token `thread`, read ahead of the tiles
   const int thread = threadIdx.x, group = thread / kWarpgroup, lane = thread % 32;
   const int warp = thread / 32 % 4;       // in its warpgroup
   const int row0 = 16 * warp + lane / 4;  // of accumulators; and row0 + 8
@@ -120,10 +121,7 @@ struct GradientBlock {
     __syncthreads();
     if (thread < kC) {
       StepCoefficients<float> c{0.f, 0.f, 0.f};
-      float beta = 0.f, log_decay = 0.f;
       if (thread < chunk.tokens) {
-        beta = *element<float>(a.beta, chunk.row, chunk.begin + thread, hv);
-        if (kDecay) log_decay = *element<float>(a.log_decay, chunk.row, chunk.begin + thread, hv);
         c = step_coefficients(a.rule, beta, w.lambda[thread], kDecay, log_decay);
       }
       w.beta[thread] = beta, w.log_decay[thread] = log_decay;
@@ -532,7 +530,12 @@ __global__ void __launch_bounds__(kGradientGroups* kWarpgroup, 1)
                wide * kDim + j / 2 * 64, 0);
     }
   }
-  GradientBlock<T, kDecay> block{a, s, chunk, hv};
+  float beta = 0.f, log_decay = 0.f;
+  if (static_cast<int>(threadIdx.x) < chunk.tokens) {
+    beta = *element<float>(a.beta, chunk.row, chunk.begin + threadIdx.x, hv);
+    if (kDecay) log_decay = *element<float>(a.log_decay, chunk.row, chunk.begin + threadIdx.x, hv);
+  }
+  GradientBlock<T, kDecay> block{a, s, chunk, hv, beta, log_decay};
   s.keys_full.wait(0);
   if (chunk.tokens < kC) block.clear_slack();
   block.make_scalars();

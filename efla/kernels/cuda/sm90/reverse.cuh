@@ -14,37 +14,52 @@
 namespace efla::cuda::sm90 {
 
 struct ReverseShared {
-  static constexpr int kStages = 2, kTile = kC * 128;
+  static constexpr int kStages = 3, kTile = kC * 128;
   unsigned char k[kStages][2][kTile], q[kStages][2][kTile];
   unsigned char grad_o[kStages][2][kTile];  // halves of V; later dR
-  unsigned char inverse[kStages][kTile], scores[kStages][kTile];
+  unsigned char inverse[2][kTile], scores[2][kTile];
   unsigned char state[2][2][kTile];  // dS^T on its way out, [half of V][half of K]
-  ChunkScalars scalars[kStages];
-  Barrier full[kStages], free[kStages];
+  ChunkScalars scalars[2];
+  Barrier tokens_full[kStages], tokens_free[kStages];  // k, q, grad_o
+  Barrier triangles_full[2], triangles_free[2];        // the others
 };
 
 // Chunks of the place are visited in this order.
 __device__ __forceinline__ int reversed(int chunks, int step) { return chunks - 1 - step; }
 
-template <bool kErase>
-__device__ __forceinline__ void feed_reverse(const GradientMaps& maps, const ChunkArgs& a,
-                                             ReverseShared& s, const Place& p) {
-  constexpr int kTile = ReverseShared::kTile;
-  constexpr int kBytes = (kErase ? 8 : 7) * kTile + static_cast<int>(sizeof(ChunkScalars));
+// The thread that feeds k, q and dO.
+__device__ __forceinline__ void feed_tokens(const GradientMaps& maps, ReverseShared& s,
+                                            const Place& p) {
   const int chunks = chunks_of(p), row = static_cast<int>(p.row);
   Ring<ReverseShared::kStages> ring;
   for (int step = 0; step < chunks; ++step, ring.advance()) {
-    const int i = ring.index, c = reversed(chunks, step);
-    const int token = static_cast<int>(p.begin) + c * kC;
-    const int64_t place = workspace_place(a, p, c);
-    s.free[i].wait(ring.round ^ 1);
-    Barrier& full = s.full[i];
-    full.arrive_expecting(kBytes);
+    const int i = ring.index;
+    const int token = static_cast<int>(p.begin) + reversed(chunks, step) * kC;
+    s.tokens_free[i].wait(ring.round ^ 1);
+    Barrier& full = s.tokens_full[i];
+    full.arrive_expecting(6 * ReverseShared::kTile);
     for (int j = 0; j < 2; ++j) {
       load_box(s.k[i][j], maps.k, full, 64 * j, p.hk, token, row);
-      load_box(s.q[i][j], maps.q, full, 64 * j, p.hk, token, row);
       load_box(s.grad_o[i][j], maps.grad_o, full, 64 * j, p.hv, token, row);
+      load_box(s.q[i][j], maps.q, full, 64 * j, p.hk, token, row);
     }
+  }
+}
+
+// The thread that feeds what the forward walk kept.
+template <bool kErase>
+__device__ __forceinline__ void feed_triangles(const ChunkArgs& a, ReverseShared& s,
+                                               const Place& p) {
+  constexpr int kTile = ReverseShared::kTile;
+  constexpr int kBytes = (kErase ? 2 : 1) * kTile + static_cast<int>(sizeof(ChunkScalars));
+  const int chunks = chunks_of(p);
+  Ring<2> ring;
+  for (int step = 0; step < chunks; ++step, ring.advance()) {
+    const int i = ring.index;
+    const int64_t place = workspace_place(a, p, reversed(chunks, step));
+    s.triangles_free[i].wait(ring.round ^ 1);
+    Barrier& full = s.triangles_full[i];
+    full.arrive_expecting(kBytes);
     if (kErase) {
       load_bytes(s.inverse[i], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile, full);
     }
@@ -74,12 +89,12 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
 #pragma unroll
   for (int n = 0; n < kDim / 16; ++n) pack_step<T>(packed[n], &state[8 * n]);
   Ring<ReverseShared::kStages> ring;
-  int previous = 0;
+  Ring<2> triangles;
 #pragma unroll 1
   for (int step = 0; step < chunks; ++step) {
-    const int i = ring.index, c = reversed(chunks, step);
-    const ChunkScalars& scalars = s.scalars[i];
-    s.full[i].wait(ring.round);
+    const int i = ring.index, j = triangles.index, c = reversed(chunks, step);
+    const ChunkScalars& scalars = s.scalars[j];
+    s.tokens_full[i].wait(ring.round);
     const int tokens = static_cast<int>(p.tokens) - c * kC;
     if (tokens < kC) {  // what lies behind the sequence may be anything
       const int r = threadIdx.x;
@@ -94,10 +109,7 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
     float u[32];
     fence_products();
     multiply_state<T, kDim>(u, packed, s.k[i]);
-    // dS^T goes out meanwhile; then the buffers of the step before are free.
-    if (thread == 0) wait_stores_read<0>();
-    sync_threads(2 + group, kWarpgroup);
-    if (step > 0 && lane == 0) s.free[previous].arrive();
+    // dS^T goes out meanwhile. The step before has waited for its stores.
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       stmatrix_x4(shared_address(s.state[group][n / 4]) +
@@ -108,8 +120,8 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
     sync_threads(2 + group, kWarpgroup);
     const int place = static_cast<int>(workspace_place(a, p, c));
     if (thread == 0) {
-      for (int j = 0; j < 2; ++j) {
-        store_box(maps.grad_state, s.state[group][j], 64 * j, 0, place * kDim + column, 0);
+      for (int half = 0; half < 2; ++half) {
+        store_box(maps.grad_state, s.state[group][half], 64 * half, 0, place * kDim + column, 0);
       }
       commit_stores();
     }
@@ -117,6 +129,7 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
     uint32_t grad_o[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) ldmatrix_x4_transposed(grad_o[n], tile + n * 16 * 128);
+    s.triangles_full[j].wait(triangles.round);
     wait_products<0>();
     pin(u);
 #pragma unroll
@@ -128,7 +141,7 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
     pin(u);
     fence_products();
     {
-      const uint64_t b = describe_rows(s.scores[i]);
+      const uint64_t b = describe_rows(s.scores[j]);
 #pragma unroll
       for (int n = 0; n < 4; ++n) product<T>(u, grad_o[n], b + 2 * n, true);
       commit_products();
@@ -140,7 +153,7 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
     for (int n = 0; n < 4; ++n) pack_step<T>(r[n], &u[8 * n]);
     if constexpr (kErase) {
       fence_products();
-      const uint64_t b = describe_columns(s.inverse[i], kC * 128);
+      const uint64_t b = describe_columns(s.inverse[j], kC * 128);
 #pragma unroll
       for (int n = 0; n < 4; ++n) product_columns<T>(u, r[n], b + 128 * n, n > 0);
       commit_products();
@@ -192,8 +205,15 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
     pin(state);
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) pack_step<T>(packed[n], &state[8 * n]);
-    previous = i;
+    if (thread == 0) wait_stores_read<0>();
+    sync_threads(2 + group, kWarpgroup);
+    __syncwarp();
+    if (lane == 0) {
+      s.tokens_free[i].arrive();
+      s.triangles_free[j].arrive();
+    }
     ring.advance();
+    triangles.advance();
   }
   if (thread == 0) wait_stores<0>();
   if (a.grad_initial_state) {
@@ -213,8 +233,12 @@ __global__ void __launch_bounds__(kReverseThreads, 1)
   auto& s = *reinterpret_cast<ReverseShared*>(shared_bytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < ReverseShared::kStages; ++i) {
-      s.full[i].init(1);
-      s.free[i].init(8);
+      s.tokens_full[i].init(1);
+      s.tokens_free[i].init(8);
+    }
+    for (int i = 0; i < 2; ++i) {
+      s.triangles_full[i].init(1);
+      s.triangles_free[i].init(8);
     }
     fence_barrier_init();
   }
@@ -224,9 +248,9 @@ __global__ void __launch_bounds__(kReverseThreads, 1)
     walk_back<T, kErase, kDecay>(maps, args.common, s, find_place(args, kDim));
   } else {
     give_registers<40>();
-    if (threadIdx.x == 2 * kWarpgroup) {
-      feed_reverse<kErase>(maps, args.common, s, find_place(args, kDim));
-    }
+    const Place p = find_place(args, kDim);
+    if (threadIdx.x == 2 * kWarpgroup) feed_tokens(maps, s, p);
+    if (threadIdx.x == 2 * kWarpgroup + 32) feed_triangles<kErase>(args.common, s, p);
   }
 }
 
