@@ -93,6 +93,7 @@ def delta_rule(
 def short_conv(x, weight, silu, initial_state=None, cu_seqlens=None, bias=None):
     """(y, final state) in float64."""
     x, weight = x.double(), weight.double()
+    bias = None if bias is None else bias.double()  # once: its gradient is summed in float64
     batch, tokens, channels = x.shape
     width = weight.shape[1]
     if cu_seqlens is None:
@@ -112,7 +113,7 @@ def short_conv(x, weight, silu, initial_state=None, cu_seqlens=None, bias=None):
             window = line[t - start + 1 : t - start + 1 + width]
             total = (window * weight.T).sum(0)
             if bias is not None:
-                total = total + bias.double()
+                total = total + bias
             y = y.index_put(
                 (torch.tensor(b), torch.tensor(t)),
                 torch.nn.functional.silu(total) if silu else total,
