@@ -181,10 +181,11 @@ Outcome convert(const Arguments& arguments, const std::string& source) {
       ++outcome.files;
       outcome.bytes += static_cast<int64_t>(fs::file_size(path));
     }
+    // Here, so that a path that cannot be written leaves no folder either.
+    if (!arguments.logits.empty()) {
+      save_safetensors(arguments.logits, {{"input_ids", ids}, {"logits", logits}});
+    }
   });
-  if (!arguments.logits.empty()) {
-    save_safetensors(arguments.logits, {{"input_ids", ids}, {"logits", logits}});
-  }
   return outcome;
 }
 

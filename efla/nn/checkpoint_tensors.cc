@@ -142,7 +142,7 @@ void check_tensors(const TensorMap& tensors, const LanguageModel& model,
   }
   if (missing.empty() && unexpected.empty() && wrong.empty()) return;
   throw Error(fmt::format(
-      "{}: the tensors do not fit the config of a {} model{}{}{}; check that config.json belongs "
+      "{}: the tensors do not fit a config of model_type {}{}{}{}; check that config.json belongs "
       "to these weights",
       path.string(), model->config().model_type, list("missing", missing),
       list("unexpected", unexpected), list("wrong", wrong)));

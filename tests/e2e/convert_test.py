@@ -238,6 +238,8 @@ class Convert(Case):
         ids.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<3q", 5, 0, 64))
         self.fails(1, [ids, "64", "0 to 63"], "convert", source, self.folder / "out",
                    "--verify-ids", ids)
+        self.fails(1, ["nowhere"], "convert", source, self.folder / "out", "--logits",
+                   self.folder / "nowhere/logits.safetensors")
 
     def test_what_exists_is_kept(self):
         source = gated_deltanet_folder(self.folder / "model")
