@@ -99,7 +99,8 @@ struct GradientBlock {
     __syncthreads();
   }
 
-  // The tokens' scalars, as make_scalars of the portable kernels.
+  // The tokens' scalars, as make_scalars of the portable kernels; but inverse_norm is 1 / |k| of
+  // what the step rule sees.
   __device__ void make_scalars() {
     TokenScalars<kC>& w = s.scalars;
     {
@@ -116,6 +117,7 @@ struct GradientBlock {
         w.query[r] = a.scale * (a.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.f);
         w.lambda[r] = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
         w.norm[r] = kk > 0.f ? sqrtf(w.lambda[r]) : 1.f;
+        w.inverse_norm[r] = 1.f / w.norm[r];
       }
     }
     __syncthreads();
@@ -261,44 +263,82 @@ struct GradientBlock {
     wait_products<0>();
     pin(pair);
     pin(gram);
+    // Blocks of 16 x 16: this warp's rows t, columns i of block `block`.
+    const float row_query[2] = {w.query[row0], w.query[row0 + 8]};
+    const float row_norm[2] = {w.norm[row0], w.norm[row0 + 8]};
+    const float row_erase[2] = {w.erase[row0], w.erase[row0 + 8]};
+    const float row_key[2] = {w.key_scale[row0], w.key_scale[row0 + 8]};
     float rows[2] = {};
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      float columns[2] = {};
+    for (int block = 0; block < 4; ++block) {
+      uint32_t direct[4] = {}, turned[4] = {};  // for [t][i] and [i][t]
+      if (block <= warp) {
+        float columns[4] = {};
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int i = 8 * j + t4 + e;
-        const float column_scale = w.key_scale[i], inverse = 1.f / w.norm[i];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int t = row0 + 8 * h, n = 4 * j + 2 * h + e;
-          const bool inside = kScores ? i <= t : i < t;
-          float m = inside ? pair[n] * inverse : 0.f;  // D o dP, or -D o dL / |k_t|
-          if (kDecay && inside) m *= __expf(w.cumulative[t] - w.cumulative[i]);
-          if constexpr (kScores) {
-            const float both = m * w.query[t] * column_scale * gram[n];
-            rows[h] += both;
-            columns[e] += both;
-            put(s.query_side, t, i, a.scale * m * column_scale);
-            put(s.key_side, i, t, w.query[t] * m);
-          } else {
-            const float l = -m * w.norm[t];
-            const float both = l * w.key_scale[t] * column_scale * gram[n];
-            rows[h] += both;
-            columns[e] += w.erase[t] * both;
-            if (i <= t) {
-              put(s.symmetric, t, i, w.erase[t] * l * column_scale);
-              put(s.symmetric, i, t, w.erase[t] * l * w.key_scale[t]);
+        for (int n = 0; n < 4; ++n) {  // column group 2 block + n / 2, rows row0 + 8 (n % 2)
+          const int h = n % 2, t = row0 + 8 * h, i = 16 * block + n / 2 * 8 + t4;
+          const float2 inverse = *reinterpret_cast<const float2*>(&w.inverse_norm[i]);
+          const float2 key = *reinterpret_cast<const float2*>(&w.key_scale[i]);
+          float m[2] = {pair[8 * block + 2 * n] * inverse.x,
+                        pair[8 * block + 2 * n + 1] * inverse.y};
+          if constexpr (kDecay) {
+            const float2 gate = *reinterpret_cast<const float2*>(&w.cumulative[i]);
+            m[0] *= __expf(w.cumulative[t] - gate.x);
+            m[1] *= __expf(w.cumulative[t] - gate.y);
+          }
+          if (block == warp) {
+            if (kScores ? i > t : i >= t) m[0] = 0.f;
+            if (kScores ? i + 1 > t : i + 1 >= t) m[1] = 0.f;
+          }
+          const float gx = gram[8 * block + 2 * n] * key.x,
+                      gy = gram[8 * block + 2 * n + 1] * key.y;
+          if constexpr (kScores) {  // m = D o dP / |k_i|
+            const float x = m[0] * row_query[h], y = m[1] * row_query[h];
+            rows[h] += x * gx + y * gy;
+            columns[n / 2 * 2] += x * gx, columns[n / 2 * 2 + 1] += y * gy;
+            direct[n] = pack<T>(a.scale * m[0] * key.x, a.scale * m[1] * key.y);
+            turned[n] = pack<T>(x, y);
+          } else {  // m = -D o dL / |k_t|
+            const float x = -m[0] * row_norm[h], y = -m[1] * row_norm[h];
+            rows[h] += row_key[h] * (x * gx + y * gy);
+            const float ex = row_erase[h] * x, ey = row_erase[h] * y;
+            columns[n / 2 * 2] += row_key[h] * ex * gx;
+            columns[n / 2 * 2 + 1] += row_key[h] * ey * gy;
+            if (block == warp) {
+              if (i < t)
+                put(s.symmetric, t, i, ex * key.x), put(s.symmetric, i, t, ex * row_key[h]);
+              if (i + 1 < t) {
+                put(s.symmetric, t, i + 1, ey * key.y);
+                put(s.symmetric, i + 1, t, ey * row_key[h]);
+              }
+              if (i == t || i + 1 == t) put(s.symmetric, t, t, 0.f);
             }
+            direct[n] = pack<T>(ex * key.x, ey * key.y);
+            turned[n] = pack<T>(ex * row_key[h], ey * row_key[h]);
           }
         }
         if constexpr (kDecay) {
-          float sum = columns[e];
-          sum += __shfl_xor_sync(0xffffffffu, sum, 4);
-          sum += __shfl_xor_sync(0xffffffffu, sum, 8);
-          sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-          if (lane < 4) s.column_sum[kScores][warp][i] = sum;
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            float sum = columns[n];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 4);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+            if (lane < 4) s.column_sum[kScores][warp][16 * block + n / 2 * 8 + t4 + n % 2] = sum;
+          }
         }
+      } else if (kDecay && lane < 16) {
+        s.column_sum[kScores][warp][16 * block + lane] = 0.f;
+      }
+      const int direct_at = tile_offset(16 * warp + lane % 16, 16 * block + lane / 16 * 8);
+      const int turned_at =
+          tile_offset(16 * block + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8);
+      if (kScores) {  // zero above the diagonal
+        stmatrix_x4(shared_address(s.query_side) + direct_at, direct);
+        stmatrix_x4_transposed(shared_address(s.key_side) + turned_at, turned);
+      } else if (block < warp) {
+        stmatrix_x4(shared_address(s.symmetric) + direct_at, direct);
+        stmatrix_x4_transposed(shared_address(s.symmetric) + turned_at, turned);
       }
     }
 #pragma unroll
