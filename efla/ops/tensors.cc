@@ -28,8 +28,8 @@ at::Tensor with_readable_rows(const at::Tensor& t) {
   const int64_t piece = 16 / rows.element_size();
   if (rows.size(-1) % piece != 0) return rows;
   bool aligned = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0;
-  for (const int64_t stride : rows.strides().slice(0, static_cast<size_t>(rows.dim()) - 1)) {
-    aligned = aligned && stride % piece == 0;
+  for (int64_t i = 0; i + 1 < rows.dim(); ++i) {  // an expanded dimension has stride 0
+    aligned = aligned && rows.stride(i) % piece == 0 && (rows.stride(i) > 0 || rows.size(i) <= 1);
   }
   return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }

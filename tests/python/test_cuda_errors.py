@@ -152,9 +152,15 @@ def test_backward_with_bad_offsets_gives_zeros():
 # --- Values of state_indices -----------------------------------------------------------------------
 
 
-def test_state_indices_out_of_range_touch_nothing():
-    tensors = {n: None if t is None else t[:, 0] for n, t in tensors_of(batch=3, tokens=1).items()}
+def one_token():
+    """The tensors of a step of three rows, and a pool of three states."""
+    tensors = tensors_of(batch=3, tokens=1)
     pool = tensors.pop("initial_state")
+    return {n: None if t is None else t[:, 0] for n, t in tensors.items()}, pool
+
+
+def test_state_indices_out_of_range_touch_nothing():
+    tensors, pool = one_token()
     before = pool.clone()
     for bad in (3, -2, 2**40):
         indices = torch.tensor([0, bad, 2], device=DEVICE)
@@ -171,8 +177,7 @@ def test_state_indices_out_of_range_touch_nothing():
      ([1, 0, 1], "names state 1 more than once")],
 )  # fmt: skip
 def test_state_indices_are_refused_in_debug(indices, match):
-    tensors = {n: None if t is None else t[:, 0] for n, t in tensors_of(batch=3, tokens=1).items()}
-    pool = tensors.pop("initial_state")
+    tensors, pool = one_token()
     before = pool.clone()
     efla.set_debug(True)
     try:

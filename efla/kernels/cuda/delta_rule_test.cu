@@ -52,6 +52,8 @@ std::vector<Case> cases() {
        {3, 64, 128, 128, 300}},
       {"Norms", 1, 256, 1, 1, 128, 128, Rule::kExact, false, false, true, {}, 6.0},
   };
+  all.push_back({"ZeroKeys", 1, 200, 1, 2, 128, 128});
+  all.back().zero_keys = true;
   const std::pair<const char*, Rule> rules[] = {
       {"Linear", Rule::kLinear}, {"Euler", Rule::kEuler}, {"Rk2", Rule::kRk2},
       {"Rk4", Rule::kRk4},       {"Exact", Rule::kExact}, {"ExactLog", Rule::kExactLog}};

@@ -227,7 +227,7 @@ __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, 
   const float root = square > 0.f ? rsqrtf(square) : 0.f;
   const float key_scale = a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
   const float lambda = a.qk_l2norm ? square * key_scale * key_scale : square;
-  if (!kDecay && __builtin_expect(a.rule == Rule::kExact, 1)) {
+  if (!kDecay && __builtin_expect(a.rule == Rule::kExact && square > 0.f, 1)) {
     // e |k|^2 = w |k|^2 = 1 - e^-x without the detour over phi: the chain that matters most.
     const float erased = -expm1f(-x.beta * lambda);
     return {0.f, erased * root, a.qk_l2norm ? erased * root / key_scale : erased * root};
@@ -350,7 +350,9 @@ __device__ __forceinline__ void make_scalars(const ChunkArgs& a, PrepareScratch&
       c = hat_coefficients<kDecay>(a, token, square);
     }
     s.row_scale[thread] = c.erase;
-    s.column_scale[thread] = square > 0.f ? rsqrtf(square) : 1.f;
+    s.column_scale[thread] = square > 0.f  ? rsqrtf(square)
+                             : a.qk_l2norm ? rsqrtf(square + 1e-6f)
+                                           : 1.f;
     scalars.write[thread] = c.write;
     if constexpr (kDecay) {  // inclusive sums, each warp over its own 32 tokens
       float sum = c.log_gate;

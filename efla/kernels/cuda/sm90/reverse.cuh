@@ -207,11 +207,8 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
     for (int n = 0; n < kDim / 16; ++n) pack_step<T>(packed[n], &state[8 * n]);
     if (thread == 0) wait_stores_read<0>();
     sync_threads(2 + group, kWarpgroup);
-    __syncwarp();
-    if (lane == 0) {
-      s.tokens_free[i].arrive();
-      s.triangles_free[j].arrive();
-    }
+    if (lane == 0) s.tokens_free[i].arrive();
+    s.triangles_free[j].arrive();  // each thread has read scalars
     ring.advance();
     triangles.advance();
   }
@@ -238,7 +235,7 @@ __global__ void __launch_bounds__(kReverseThreads, 1)
     }
     for (int i = 0; i < 2; ++i) {
       s.triangles_full[i].init(1);
-      s.triangles_free[i].init(8);
+      s.triangles_free[i].init(2 * kWarpgroup);
     }
     fence_barrier_init();
   }
