@@ -54,10 +54,7 @@ std::vector<Case> cases() {
   };
   all.push_back({"ZeroKeys", 1, 200, 1, 2, 128, 128});
   all.back().zero_keys = true;
-  const std::pair<const char*, Rule> rules[] = {
-      {"Linear", Rule::kLinear}, {"Euler", Rule::kEuler}, {"Rk2", Rule::kRk2},
-      {"Rk4", Rule::kRk4},       {"Exact", Rule::kExact}, {"ExactLog", Rule::kExactLog}};
-  for (const auto& [name, rule] : rules) {
+  for (const auto& [name, rule] : kNamedRules) {
     const bool rk = rule == Rule::kRk2 || rule == Rule::kRk4;
     all.push_back({std::string("Rule") + name, 1, 150, 2, 2, 64, 64, rule, false, true});
     if (!rk)

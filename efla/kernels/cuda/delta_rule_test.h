@@ -31,6 +31,10 @@ struct Case {
   bool zero_keys = false;  // every fifth
 };
 
+inline const std::pair<const char*, Rule> kNamedRules[] = {
+    {"Linear", Rule::kLinear}, {"Euler", Rule::kEuler}, {"Rk2", Rule::kRk2},
+    {"Rk4", Rule::kRk4},       {"Exact", Rule::kExact}, {"ExactLog", Rule::kExactLog}};
+
 inline std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
 
 template <typename T>

@@ -2,6 +2,7 @@
 // the two small kernels that finish the gradients of grouped heads.
 
 #include "efla/kernels/cuda/delta_rule.h"
+#include "efla/kernels/cuda/portable/chunk_args.h"
 #include "efla/kernels/cuda/portable/chunk_launch.cuh"
 #include "efla/kernels/cuda/sm90/backward.h"
 #include "efla/kernels/cuda/sm90/scan.h"
@@ -46,18 +47,7 @@ ChunkArgs make_args(const Problem& p, Arena& arena) {
   const int64_t places =
       chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, c) * s.value_heads;
   ChunkArgs a{};
-  a.q = p.q, a.k = p.k, a.v = p.v, a.beta = p.beta, a.log_decay = p.log_decay;
-  a.initial_state = static_cast<const float*>(p.initial_state);
-  a.cu_seqlens = p.cu_seqlens;
-  a.sequences = s.sequences;
-  a.tokens = s.tokens;
-  a.heads = static_cast<int>(s.heads);
-  a.value_heads = static_cast<int>(s.value_heads);
-  a.key_dim = static_cast<int>(s.key_dim);
-  a.value_dim = static_cast<int>(s.value_dim);
-  a.scale = static_cast<float>(p.scale);
-  a.rule = p.rule;
-  a.qk_l2norm = p.qk_l2norm;
+  set_problem(a, p);
   a.vector_q = reads_vectors(p.q, s.key_dim, size);
   a.vector_k = reads_vectors(p.k, s.key_dim, size);
   a.vector_v = reads_vectors(p.v, s.value_dim, size);

@@ -19,6 +19,10 @@ bool backward_applies(const BackwardParams& params) {
   if (s.key_dim != kDim || s.value_dim != kDim || s.tokens >= INT32_MAX || s.batch >= INT32_MAX) {
     return false;
   }
+  // The workspaces' maps count rows in 32 bits.
+  const int64_t places =
+      chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, kC) * s.value_heads;
+  if (places * kDim > INT32_MAX) return false;
   const auto map = [&](const auto& x, int64_t heads) {  // a gradient that is not wanted is null
     return x.data == nullptr || has_map(x, s.batch, s.tokens, heads);
   };
@@ -33,7 +37,6 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, cudaStream_t stream) {
   const int64_t batch = packed ? 1 : a.sequences;
   const int64_t places = chunk_slots(a.sequences, a.tokens, packed, kC) * a.value_heads;
   if (a.sequences * a.value_heads == 0) return cudaSuccess;
-  if (places * kDim > INT32_MAX) return cudaErrorInvalidValue;
   GradientMaps maps{};
   const auto map = [&](CUtensorMap& out, const View& x, int64_t heads) {
     return make_map(out, x, dtype, batch, a.tokens, heads, kDim);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "efla/kernels/cuda/portable/chunk_args.h"
 #include "efla/kernels/cuda/sm90/scan_launch.cuh"
 #include "efla/kernels/cuda/sm90/tensor_map.h"
 
@@ -60,20 +61,9 @@ cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void
   }
   ScanArgs args{};
   ChunkArgs& a = args.common;
-  a.q = p.q, a.k = p.k, a.v = p.v, a.beta = p.beta, a.log_decay = p.log_decay;
+  set_problem(a, p);
   a.o = params.o;
-  a.initial_state = static_cast<const float*>(p.initial_state);
   a.final_state = static_cast<float*>(params.final_state);
-  a.cu_seqlens = p.cu_seqlens;
-  a.sequences = s.sequences;
-  a.tokens = s.tokens;
-  a.heads = static_cast<int>(s.heads);
-  a.value_heads = static_cast<int>(s.value_heads);
-  a.key_dim = static_cast<int>(s.key_dim);
-  a.value_dim = static_cast<int>(s.value_dim);
-  a.scale = static_cast<float>(p.scale);
-  a.rule = p.rule;
-  a.qk_l2norm = p.qk_l2norm;
   args.part_tokens = plan.part_tokens;
   args.part_results = static_cast<float*>(workspace);
   float* states = args.part_results + 2 * plan.part_slots * s.value_heads * s.key_dim * s.value_dim;

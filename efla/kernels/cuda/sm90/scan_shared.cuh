@@ -1,0 +1,108 @@
+// What the roles of the scan (scan.cuh) share: shared memory, its rings of buffers, who feeds them.
+#pragma once
+
+#include "efla/kernels/cuda/sm90/prepare.cuh"
+
+namespace efla::cuda::sm90 {
+
+// What a walk is for.
+enum class Walk {
+  kOutput,   // o and the final state
+  kAdvance,  // the state after each part, and (blockIdx.y = 1) the part's transition
+  kKeep,  // for the backward: the state before each chunk, U, and what the chunk's triangles hold
+};
+
+template <int kK, int kV, Walk kWalk>
+struct ScanShared {
+  static constexpr int kGroups = kV / 64;
+  static constexpr int kTile = kC * 128;
+  static constexpr int kStages = 3;
+  static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
+  static constexpr bool kScores = kOutput || kKeep;
+
+  unsigned char k[kStages][kK / 64][kTile];
+  unsigned char q[kScores ? kStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
+  unsigned char v[kStages][kGroups][kTile];  // later o or U
+  unsigned char inverse[2][kTile];
+  unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
+  PrepareScratch scratch;
+  ChunkScalars scalars[2];
+  Barrier keys_full[kStages], keys_free[kStages];      // k and q
+  Barrier values_full[kStages], values_free[kStages];  // v
+  Barrier ready[2], triangles_free[2];                 // inverse, scores, scalars
+};
+
+// Position in a ring of buffers: which one is next, and the parity of its present round.
+template <int kSize>
+struct Ring {
+  int index = 0;
+  uint32_t round = 0;
+  __device__ __forceinline__ void advance() {
+    if (++index == kSize) index = 0, round ^= 1;
+  }
+};
+
+template <typename Shared>
+__device__ __forceinline__ void init_barriers(Shared& s) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Shared::kStages; ++i) {
+      s.keys_full[i].init(1);
+      s.keys_free[i].init(4 * Shared::kGroups);
+      s.values_full[i].init(1);
+      s.values_free[i].init(Shared::kScores ? Shared::kGroups : 4 * Shared::kGroups);
+    }
+    for (int i = 0; i < 2; ++i) {
+      s.ready[i].init(kWarpgroup);
+      s.triangles_free[i].init(4 * Shared::kGroups);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+}
+
+// The thread that feeds k and q.
+template <int kK, int kV, Walk kWalk>
+__device__ __forceinline__ void feed_keys(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
+                                          const Place& p) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  constexpr int kOperands = Shared::kScores ? 2 : 1;
+  const int chunks = chunks_of(p), row = static_cast<int>(p.row);
+  int token = static_cast<int>(p.begin);
+  Ring<Shared::kStages> ring;
+  for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
+    const int i = ring.index;
+    s.keys_free[i].wait(ring.round ^ 1);
+    s.keys_full[i].arrive_expecting(kOperands * kK * kC * 2);
+    for (int j = 0; j < kK / 64; ++j) {
+      load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, p.hk, token, row);
+      if constexpr (Shared::kScores) {
+        load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, p.hk, token, row);
+      }
+    }
+  }
+}
+
+// The thread that feeds v: another, for v's buffers are free later than those of k and q.
+template <int kK, int kV, Walk kWalk>
+__device__ __forceinline__ void feed_values(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
+                                            const Place& p) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  const int chunks = chunks_of(p), row = static_cast<int>(p.row);
+  int token = static_cast<int>(p.begin);
+  Ring<Shared::kStages> ring;
+  for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
+    const int i = ring.index;
+    s.values_free[i].wait(ring.round ^ 1);
+    s.values_full[i].arrive_expecting(kV * kC * 2);
+    for (int j = 0; j < kV / 64; ++j) {
+      load_box(s.v[i][j], maps.v, s.values_full[i], p.column0 + 64 * j, p.hv, token, row);
+    }
+  }
+}
+
+// Where the backward's workspaces hold chunk `chunk` of a place.
+__device__ __forceinline__ int64_t workspace_place(const ChunkArgs& a, const Place& p, int chunk) {
+  return (first_slot(a, p.sequence, kC) + chunk) * a.value_heads + p.hv;
+}
+
+}  // namespace efla::cuda::sm90
