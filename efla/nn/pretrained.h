@@ -47,7 +47,7 @@ struct SaveOptions {
   CheckpointFormat format = CheckpointFormat::kEfla;
   std::optional<at::ScalarType> dtype;  // of the file; absent: as in memory. What the model keeps
                                         // in float32 (A_log, dt_bias) stays so
-  uint64_t max_shard_bytes = 0;  // 0: one file
+  uint64_t max_shard_bytes = 0;         // 0: one file
 };
 
 /// Writes the folder (made if absent); each file replaces its predecessor atomically. Throws
