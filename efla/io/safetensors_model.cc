@@ -117,6 +117,7 @@ void SafetensorsModel::add_shards(const fs::path& index_path) {
 
 std::vector<std::string> SafetensorsModel::names() const {
   std::vector<std::string> names;
+  names.reserve(where_.size());
   for (const auto& [name, file] : where_) names.push_back(name);
   return names;
 }
@@ -137,6 +138,7 @@ at::Tensor SafetensorsModel::tensor(const std::string& name) const {
 
 std::vector<fs::path> SafetensorsModel::files() const {
   std::vector<fs::path> paths;
+  paths.reserve(files_.size());
   for (const SafetensorsFile& file : files_) paths.push_back(file.path());
   return paths;
 }

@@ -222,6 +222,8 @@ int64_t ModelConfig::value_size() const {
 }
 
 int64_t ModelConfig::head_key_size() const { return key_size() / num_heads; }
-int64_t ModelConfig::head_value_size() const { return value_size() / value_heads(); }
+int64_t ModelConfig::head_value_size() const {
+  return is_gated() ? scaled_size(head_dim, expand_v) : value_size() / num_heads;
+}
 
 }  // namespace efla

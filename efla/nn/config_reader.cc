@@ -132,7 +132,7 @@ std::vector<std::string> FieldReader::unused() const {
   for (const auto& [key, value] : object_.items()) {
     if (known_.count(key) || contains(kBookkeepingKeys, key)) continue;
     const bool off = value.is_null() || (value.is_boolean() && !value.get<bool>());
-    if (!contains(kObsoleteKeys, key) && !key.starts_with("_") && !off) {
+    if (!contains(kObsoleteKeys, key) && !key.starts_with('_') && !off) {
       throw UsageError(fmt::format(
           "{}: unknown key {} = {} may change the mathematics; remove it, or set it to null if "
           "it does not matter",

@@ -20,7 +20,7 @@ Names names_of(const ModelConfig& config) {
 
 // The branch's output is a fresh tensor that no backward reads: the residual is added into it,
 // unless the residual is the wider of the two.
-at::Tensor add_residual(at::Tensor branch, const at::Tensor& x) {
+at::Tensor add_residual(const at::Tensor& branch, const at::Tensor& x) {
   return branch.scalar_type() == x.scalar_type() ? branch.add_(x) : x + branch;
 }
 

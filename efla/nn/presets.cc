@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <cmath>
 #include <cstdlib>
+#include <iterator>
 
 #include "efla/io/error.h"
 
@@ -85,6 +87,7 @@ ModelConfig preset(const std::string& name, const std::string& where) {
     }
   }
   std::vector<std::string> sizes;
+  sizes.reserve(std::size(kSizes));
   for (const Size& size : kSizes) sizes.emplace_back(size.name);
   throw UsageError(
       fmt::format("{}: no preset is called \"{}\"; a name is FAMILY-SIZE with one of the families "
@@ -106,7 +109,7 @@ std::optional<int64_t> size_in_name(const std::string& name) {
   const double number = std::strtod(text.substr(begin, end - begin).c_str(), nullptr);
   const double size = number * (text.back() == 'm' ? 1e6 : 1e9);
   if (!(size > 0 && size < 1e15)) return std::nullopt;
-  return static_cast<int64_t>(size + 0.5);
+  return std::llround(size);
 }
 
 int64_t counted_size(const ModelConfig& config) {
