@@ -30,7 +30,7 @@ struct Place {
   int64_t part;      // slot of the part
   int64_t row, begin;
   int64_t tokens;
-  bool first, last;  // of its sequence
+  bool last;  // of its sequence
   int hv, hk, column0;
 };
 
@@ -53,7 +53,7 @@ __device__ inline Place find_place(const ScanArgs& args, int tile_columns) {
     p.row = a.cu_seqlens ? 0 : item;
     p.begin = first;
     p.tokens = max(tokens, int64_t{0});
-    p.first = p.last = true;
+    p.last = true;
     return p;
   }
   int64_t low = item;
@@ -78,7 +78,6 @@ __device__ inline Place find_place(const ScanArgs& args, int tile_columns) {
   }
   p.sequence = low;
   const int64_t left = tokens - p.begin;
-  p.first = p.begin == 0;
   p.last = left <= args.part_tokens;
   p.tokens = low < 0 ? 0 : min(left, args.part_tokens);
   p.begin += first;
