@@ -62,16 +62,11 @@ void validate_utf8(std::string_view text, const std::string& origin) {
   }
 }
 
-namespace {
-
-// Python's str.isspace(), by which str.split() splits.
 bool is_space(char32_t c) {
   return (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 ||
          c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
          c == 0x205F || c == 0x3000;
 }
-
-}  // namespace
 
 int64_t count_words(std::string_view text) {
   int64_t words = 0;

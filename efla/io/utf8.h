@@ -24,6 +24,9 @@ Utf8Char decode_utf8(std::string_view text);
 /// the first byte that is not valid UTF-8.
 void validate_utf8(std::string_view text, const std::string& origin);
 
+/// White space as Python's str.isspace() has it, by which its strip(), split() and \s go.
+bool is_space(char32_t code_point);
+
 /// The number of words separated by white space (what Python's str.split() counts), for perplexity
 /// per word. The text is valid UTF-8; other bytes count as letters.
 int64_t count_words(std::string_view text);
