@@ -1,11 +1,14 @@
 """Finds and loads libefla_ops.so, which registers torch.ops.efla."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _NAME = "libefla_ops.so"
+_INFO = "libefla_ops.json"  # beside the library: what it was built against
 
 
 def find_library() -> Path:
@@ -40,14 +43,48 @@ def find_library() -> Path:
     )
 
 
+def build_info(library: Path) -> dict[str, Any]:
+    """What the library was built against: torch (its version), cuda (whether the CUDA part is in)
+    and cxx11_abi; empty if nobody wrote it down."""
+    path = library.parent / _INFO
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """The part of a version that binaries depend on: 2.11.0+cu130 -> (2, 11)."""
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def check_torch(library: Path) -> None:
+    """Raises ImportError, in one sentence, if the library was built against another torch."""
+    built = build_info(library).get("torch")
+    if built is None or _release(built) == _release(torch.__version__):
+        return
+    older, newer = ".".join(_release(built)), ".".join(_release(torch.__version__))
+    raise ImportError(
+        f"{library} was built against torch {built}, but torch {torch.__version__} is installed: "
+        f"install torch {older}, or build efla again with torch {newer} (pip install "
+        "--force-reinstall --no-deps from its source, or scripts/build.sh in a checkout)"
+    )
+
+
 def load_library() -> Path:
     """Loads the library into this process (once) and returns its path."""
     path = find_library()
+    check_torch(path)
     try:
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
+        needs_cuda = build_info(path).get("cuda") and "cuda" in str(error)
+        advice = (
+            "it holds CUDA kernels, so install a torch with CUDA, or build efla again without nvcc"
+            if needs_cuda
+            else "build it again with scripts/build.sh, against this torch"
+        )
         raise ImportError(
-            f"{path} could not be loaded with torch {torch.__version__}: {error}; "
-            "build it again with scripts/build.sh, against this torch"
+            f"{path} could not be loaded with torch {torch.__version__}: {error}; {advice}"
         ) from error
     return path
