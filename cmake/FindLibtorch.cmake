@@ -1,5 +1,6 @@
 # Finds libtorch inside the installed Python package `torch` and defines Libtorch::Libtorch.
-# Looks at ${EFLA_PYTHON} (default: .venv/bin/python of this checkout, else python3).
+# Looks at ${EFLA_PYTHON} (default: .venv/bin/python of this checkout, else python3), or into the folder
+# of the package that the environment variable EFLA_TORCH_DIR names.
 # find_package(Torch) is not used: it drags in FindCUDA and wants targets that CUDA 13 no longer has.
 
 if(NOT EFLA_PYTHON)
@@ -9,14 +10,17 @@ if(NOT EFLA_PYTHON)
     set(EFLA_PYTHON python3)
   endif()
 endif()
-execute_process(
-  COMMAND ${EFLA_PYTHON} -c
-          "import importlib.util as u, os, re; d = os.path.dirname(u.find_spec('torch').origin); \
-v = re.search(r\"__version__ = '([^']+)'\", open(d + '/version.py').read()).group(1); print(d + ';' + v)"
-  OUTPUT_VARIABLE Libtorch_QUERY OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-if(Libtorch_QUERY)
-  list(GET Libtorch_QUERY 0 Libtorch_DIR_)
-  list(GET Libtorch_QUERY 1 Libtorch_VERSION)
+if(DEFINED ENV{EFLA_TORCH_DIR})
+  set(Libtorch_DIR_ $ENV{EFLA_TORCH_DIR})
+else()
+  execute_process(
+    COMMAND ${EFLA_PYTHON} -c
+            "import importlib.util as u, os; print(os.path.dirname(u.find_spec('torch').origin))"
+    OUTPUT_VARIABLE Libtorch_DIR_ OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+endif()
+if(Libtorch_DIR_)
+  file(STRINGS ${Libtorch_DIR_}/version.py Libtorch_VERSION REGEX "^__version__ = ")
+  string(REGEX REPLACE "^[^']*'([^']+)'.*$" "\\1" Libtorch_VERSION "${Libtorch_VERSION}")
 endif()
 
 include(FindPackageHandleStandardArgs)
