@@ -25,26 +25,86 @@ std::string quoted(const std::string& text) {
   return result + "\"";
 }
 
-std::string script_for(const std::string& picture, const Plot& plot) {
-  std::string script = "# Draw again with: gnuplot THIS_FILE\n";
-  std::string commands;
-  for (size_t i = 0; i < plot.curves.size(); ++i) {
-    script += fmt::format("$curve{} << END_OF_CURVE\n", i);
-    for (const auto& [x, y] : plot.curves[i].points) {
-      script += std::isfinite(x) && std::isfinite(y) ? fmt::format("{:.9g} {:.9g}\n", x, y) : "\n";
+// The data of a curve as a named block: x, y and, where it has a band, the band's two edges.
+std::string data_block(const std::string& name, const Curve& curve) {
+  std::string block = name + " << END_OF_CURVE\n";
+  for (size_t i = 0; i < curve.points.size(); ++i) {
+    const auto& [x, y] = curve.points[i];
+    if (!std::isfinite(x) || !std::isfinite(y)) {
+      block += "\n";
+      continue;
     }
-    script += "END_OF_CURVE\n";
-    commands += fmt::format("{}$curve{} using 1:2 with lines linewidth 2 title {}",
-                            i == 0 ? "" : ", ", i, quoted(plot.curves[i].title));
+    block += fmt::format("{:.9g} {:.9g}", x, y);
+    if (i < curve.spread.size()) {
+      block += fmt::format(" {:.9g} {:.9g}", y - curve.spread[i], y + curve.spread[i]);
+    }
+    block += "\n";
   }
-  script += "set terminal png noenhanced size 1000,600\n";
+  return block + "END_OF_CURVE\n";
+}
+
+// The commands that draw one plot whose data blocks are called PREFIX0, PREFIX1, ...
+std::string plot_commands(const std::string& prefix, const Plot& plot) {
+  std::string commands;
+  commands += fmt::format("set title {}\nset xlabel {}\nset ylabel {}\n", quoted(plot.title),
+                          quoted(plot.x_label), quoted(plot.y_label));
+  commands += plot.log_x ? "set logscale x\n" : "unset logscale x\n";
+  commands += plot.log_y ? "set logscale y\n" : "unset logscale y\n";
+  commands += plot.y_low < plot.y_high
+                  ? fmt::format("set yrange [{:.9g}:{:.9g}]\n", plot.y_low, plot.y_high)
+                  : "set yrange [*:*]\n";
+  std::string bands, lines;
+  for (size_t i = 0; i < plot.curves.size(); ++i) {
+    const Curve& curve = plot.curves[i];
+    const std::string data = fmt::format("{}{}", prefix, i);
+    if (!curve.spread.empty()) {
+      bands += fmt::format(
+          "{} using 1:3:4 with filledcurves linecolor {} fillstyle transparent solid 0.15 "
+          "notitle, ",
+          data, i + 1);
+    }
+    lines += fmt::format("{}{} using 1:2 with lines linewidth 2 linecolor {} title {}",
+                         i == 0 ? "" : ", ", data, i + 1, quoted(curve.title));
+  }
+  return commands + "plot " + bands + lines + "\n";
+}
+
+std::string script_for(const std::string& picture, const std::vector<Plot>& plots) {
+  std::string script = "# Draw again with: gnuplot THIS_FILE\n";
+  for (size_t p = 0; p < plots.size(); ++p) {
+    for (size_t i = 0; i < plots[p].curves.size(); ++i) {
+      script += data_block(fmt::format("$curve{}_{}", p, i), plots[p].curves[i]);
+    }
+  }
+  script += plots.size() == 1 ? "set terminal png noenhanced truecolor size 1000,600\n"
+                              : fmt::format("set terminal png noenhanced truecolor size {},480\n",
+                                            480 * plots.size() + 160);
   script += fmt::format("if (!exists(\"to_stdout\")) set output {}\n", quoted(picture));
-  script += fmt::format("set title {}\nset xlabel {}\nset ylabel {}\n", quoted(plot.title),
-                        quoted(plot.x_label), quoted(plot.y_label));
-  script += "set grid\nset key top right\n";
-  if (plot.log_x) script += "set logscale x\n";
-  if (plot.log_y) script += "set logscale y\n";
-  return script + "plot " + commands + "\n";
+  script += "set grid\n";
+  if (plots.size() > 1) script += fmt::format("set multiplot layout 1,{}\n", plots.size());
+  for (size_t p = 0; p < plots.size(); ++p) {
+    const bool last = p + 1 == plots.size();
+    if (plots.size() == 1) {
+      script += "set key top right\n";
+    } else {
+      // Every plot is as wide; the last has the legend beside it.
+      const double unit = 1.0 / (480 * static_cast<double>(plots.size()) + 160);
+      script += fmt::format("set origin {:.6f},0\nset size {:.6f},1\n",
+                            480 * static_cast<double>(p) * unit, (last ? 640 : 480) * unit);
+      script += last ? "set key outside right top\n" : "set key off\n";
+    }
+    script += plot_commands(fmt::format("$curve{}_", p), plots[p]);
+  }
+  return plots.size() > 1 ? script + "unset multiplot\n" : script;
+}
+
+bool has_a_point(const Plot& plot) {
+  for (const Curve& curve : plot.curves) {
+    for (const auto& [x, y] : curve.points) {
+      if (std::isfinite(x) && std::isfinite(y)) return true;
+    }
+  }
+  return false;
 }
 
 // Runs gnuplot on the script without a shell, silently, its picture written over the existing file
@@ -71,15 +131,18 @@ bool run_gnuplot(const std::string& script, const std::string& picture) {
 }  // namespace
 
 bool draw_plot(const std::filesystem::path& png, const Plot& plot) {
+  return draw_plots(png, {plot});
+}
+
+bool draw_plots(const std::filesystem::path& png, const std::vector<Plot>& plots) {
   std::filesystem::path script = png;
   script.replace_extension(".gp");
-  // gnuplot refuses a plot without a single point.
-  bool any = false;
-  for (const Curve& curve : plot.curves) {
-    for (const auto& [x, y] : curve.points) any = any || (std::isfinite(x) && std::isfinite(y));
+  std::vector<Plot> drawable;  // gnuplot refuses a plot without a single point
+  for (const Plot& plot : plots) {
+    if (has_a_point(plot)) drawable.push_back(plot);
   }
-  if (!any) return false;
-  write_file_atomically(script, script_for(std::filesystem::absolute(png).string(), plot));
+  if (drawable.empty()) return false;
+  write_file_atomically(script, script_for(std::filesystem::absolute(png).string(), drawable));
   // Under another name first: a failing gnuplot leaves an empty or half-drawn file.
   AtomicFileWriter drawn(png);
   if (run_gnuplot(script.string(), drawn.temporary().string())) {
