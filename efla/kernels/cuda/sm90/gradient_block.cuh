@@ -372,7 +372,10 @@ struct GradientBlock {
   }
 
   // k_factor goes from the third warpgroup to the first.
-  static __device__ void sync_factors() { sync_threads(2, 2 * kWarpgroup); }
+  // Aligned: warps arrive converged, and no second path for others that race checkers misread.
+  static __device__ void sync_factors() {
+    asm volatile("bar.sync 2, %0;" ::"n"(2 * kWarpgroup) : "memory");
+  }
 
   __device__ void key_gradients(bool parts) {
     float d[64];
@@ -433,7 +436,7 @@ struct GradientBlock {
     commit_products();
     wait_products<0>();
     pin(d);
-    if (a.qk_l2norm) through_l2norm(d, s.k, s.zk, s.scalars.key_scale, 1.f);
+    if (a.qk_l2norm) through_l2norm(d, s.k, s.key_dot, s.scalars.key_scale, 1.f);
     store_rows(a.grad_k, d, parts, s.grad_r);
   }
 
@@ -453,7 +456,7 @@ struct GradientBlock {
     commit_products();
     wait_products<0>();
     pin(d);
-    if (a.qk_l2norm) through_l2norm(d, s.q, s.yq, s.scalars.query, a.scale);
+    if (a.qk_l2norm) through_l2norm(d, s.q, s.query_dot, s.scalars.query, a.scale);
     store_rows(a.grad_q, d, parts, s.u);
   }
 };

@@ -25,11 +25,12 @@ struct GradientShared {
   unsigned char query_side[kTile];  // scale (D o dP), columns scaled for K as stored
   unsigned char key_side[kTile];    // its transpose, scaled for Q as stored
   TokenScalars<kC> scalars;
-  float zk[kC], yq[kC], xk[kC];  // row sums of Z o K, Y o Q, X o K; later of dK o K, dQ o Q
-  float row_sum[2][kC];          // of D o dL o KK^T and of D o dP o scale QK^T
-  float column_sum[2][4][kC];    // of B o KK^T and of the latter, by warp
-  float state_dot[16];           // parts of <S0, dS>
-  float write_dot[kC];           // dR.v
+  float zk[kC], yq[kC], xk[kC];      // row sums of Z o K, Y o Q, X o K
+  float key_dot[kC], query_dot[kC];  // of dK o K, dQ o Q
+  float row_sum[2][kC];              // of D o dL o KK^T and of D o dP o scale QK^T
+  float column_sum[2][4][kC];        // of B o KK^T and of the latter, by warp
+  float state_dot[16];               // parts of <S0, dS>
+  float write_dot[kC];               // dR.v
   float grad_gate[kC], out_dot[kC];
   float z_factor[kC], x_factor[kC], y_factor[kC], k_factor[kC];
   float half_gate[kC];
