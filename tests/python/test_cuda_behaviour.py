@@ -474,8 +474,10 @@ def test_out_of_memory_leaves_the_device_usable():
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
     try:
+        # What earlier tests have left reserved is used up first, however much that is.
+        calls = torch.cuda.memory_reserved() // (expected[0].numel() * expected[0].element_size())
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-            for _ in range(100):
+            for _ in range(calls + 2):
                 expected.append(efla.chunk(**leaves)[0])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
