@@ -42,7 +42,7 @@ struct GradientShared {
   T symmetric[kC * kPairPitch];   // (B + B^T), columns scaled for K as stored
   T query_side[kC * kPairPitch];  // scale (D o dP), columns scaled for K as stored
   T key_side[kC * kPairPitch];    // scale (D o dP), rows scaled for Q as stored
-  TokenScalars<kC> scalars;
+  TokenScalars<kC, Gate<T>> scalars;
   float dot[3][kColumnWarps][kC];              // Z.k, Y.q, X.k; later q.dq, k.dk
   float row_sum[kColumnWarps][kC];             // of this warp's share of [dL | dP]
   float column_sum[2][kRowWarps][kC];          // of B o KK^T and of scale D o dP o QK^T
@@ -176,7 +176,7 @@ struct GradientBlock {
 
   // From dR U^T and dO U^T to the three C x C operands, with their row and column sums.
   __device__ void finish_pairs() {
-    const TokenScalars<kC>& w = s.scalars;
+    const TokenScalars<kC, Gate<T>>& w = s.scalars;
     float gram[kPair / 8][4] = {};
 #pragma unroll
     for (int k0 = 0; k0 < kK; k0 += 16) {
@@ -198,7 +198,7 @@ struct GradientBlock {
       for (int j = 0; j < 4; ++j) {
         const int t = row(j), i = i0 + column(n, j);
         const bool inside = scores ? i <= t : i < t;
-        const float decay = inside ? expf(w.cumulative[t] - w.cumulative[i]) : 0.f;
+        const float decay = inside ? exp_gate(w.cumulative[t] - w.cumulative[i]) : 0.f;
         const float m = decay * pair[n][j] / w.norm[i];  // D o dP, or -D o dL / |k_t|
         if (scores) {
           const float both = m * w.query[t] * w.key_scale[i] * gram[n][j];
@@ -256,11 +256,11 @@ struct GradientBlock {
 
   // Gradients of the scalars: de, dw, dG, then through the step rule. One thread per token.
   __device__ void finish_scalars() {
-    const TokenScalars<kC>& w = s.scalars;
+    const TokenScalars<kC, Gate<T>>& w = s.scalars;
     const int t = threadIdx.x;
     float grad_erase = 0.f;
     if (t < kC) {
-      const float gamma = expf(w.cumulative[t]), out = expf(w.total - w.cumulative[t]);
+      const float gamma = exp_gate(w.cumulative[t]), out = exp_gate(w.total - w.cumulative[t]);
       const float zk = w.norm[t] * w.key_scale[t] * total_dot(0, t);
       const float yq = w.query[t] * gamma * total_dot(1, t);
       const float xk = out * w.key_scale[t] / w.norm[t] * total_dot(2, t);
@@ -282,15 +282,15 @@ struct GradientBlock {
     }
     __syncthreads();
     if (t < kC) {
-      float grad_gate = 0.f;
+      Gate<T> grad_gate = 0;
       for (int i = 0; i < kC; ++i) grad_gate += s.out_dot[i] + (i >= t ? s.grad_gate[i] : 0.f);
       float states = 0.f;
       for (float part : s.state_dot) states += part;
-      grad_gate += expf(w.total) * states;
+      grad_gate += exp_gate(w.total) * states;
       const bool has_decay = a.log_decay.data != nullptr;
-      const auto g =
-          step_coefficients_backward(a.rule, w.beta[t], w.lambda[t], has_decay, w.log_decay[t],
-                                     {grad_gate, grad_erase, w.norm[t] * s.write_dot[t]});
+      const auto g = step_coefficients_backward(
+          a.rule, w.beta[t], w.lambda[t], has_decay, w.log_decay[t],
+          {static_cast<float>(grad_gate), grad_erase, w.norm[t] * s.write_dot[t]});
       s.k_factor[t] = 2.f * g.lambda * w.key_scale[t];
       if (t < chunk.tokens) {
         const auto put = [&](const MutableView& view, float value) {

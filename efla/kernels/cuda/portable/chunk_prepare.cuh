@@ -25,7 +25,7 @@ struct PrepareShared {
     Tiles tiles;
     Triangles triangles;
   };
-  TokenScalars<kC> scalars;
+  TokenScalars<kC, Gate<T>> scalars;
 };
 
 // out = sign * a b for 16 x 16 tiles of row-major float matrices, depth a multiple of 16; one warp.
@@ -93,16 +93,16 @@ __device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1])
 }
 
 // The rows of ScalarRow, from the tokens' scalars.
-template <int kC>
-__device__ void write_scalar_rows(const TokenScalars<kC>& s, float* rows) {
+template <int kC, typename G>
+__device__ void write_scalar_rows(const TokenScalars<kC, G>& s, float* rows) {
   const int t = threadIdx.x;
   if (t >= kC) return;
-  const float gamma = expf(s.cumulative[t]);
+  const float gamma = exp_gate(s.cumulative[t]);
   rows[kEraseIn * kC + t] = s.erase[t] * s.norm[t] * s.key_scale[t] * gamma;
   rows[kWrite * kC + t] = s.write[t] * s.norm[t];
   rows[kQueryGate * kC + t] = s.query[t] * gamma;
-  rows[kKeyOut * kC + t] = expf(s.total - s.cumulative[t]) * s.inverse_norm[t];
-  if (t == 0) rows[kChunkGate * kC] = expf(s.total);
+  rows[kKeyOut * kC + t] = exp_gate(s.total - s.cumulative[t]) * s.inverse_norm[t];
+  if (t == 0) rows[kChunkGate * kC] = exp_gate(s.total);
 }
 
 template <typename T, int kK, int kC>
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
   wait_copies<0>();
   __syncthreads();
   const int64_t place = slot * a.value_heads + hv;
-  const TokenScalars<kC>& x = s.scalars;
+  const TokenScalars<kC, Gate<T>>& x = s.scalars;
   make_scalars<T, kK, kC>(a, chunk, hv, s.tiles.k, s.tiles.q, s.scalars);
   write_scalar_rows(x, a.scalars + place * kScalarRows * kC);
 
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
       for (int j = 0; j < 2; ++j) {
         const int i = n * 8 + lane % 4 * 2 + j;
         const float key =
-            i <= t ? expf(x.cumulative[t] - x.cumulative[i]) * x.inverse_norm[i] : 0.f;
+            i <= t ? exp_gate(x.cumulative[t] - x.cumulative[i]) * x.inverse_norm[i] : 0.f;
         p[j] = x.query[t] * qk[n][2 * half + j] * key;
         triangles.lower[t][i] =
             i < t ? x.erase[t] * x.norm[t] * x.key_scale[t] * kk[n][2 * half + j] * key : 0.f;

@@ -1,13 +1,25 @@
 // Norms, step coefficients and the cumulative gate of one chunk's tokens.
 #pragma once
 
+#include <type_traits>
+
 #include "efla/kernels/cuda/portable/chunk_common.cuh"
 
 namespace efla::cuda {
 
+// G and its differences. A hard reset puts -1000 into G, and what float then has left of a later
+// difference is 1e-4: too coarse for float32 tensors, finer than 16-bit ones show.
+template <typename T>
+using Gate = std::conditional_t<sizeof(T) == 4, double, float>;
+
+template <typename G>
+__device__ __forceinline__ float exp_gate(G x) {
+  return expf(static_cast<float>(x));
+}
+
 // The keys are used as k_hat = inverse_norm * k (k as stored). Any positive scale would do in its
 // place (docs/kernels.md, "Normalised keys"), so a zero key takes 1.
-template <int kC>
+template <int kC, typename G = float>
 struct TokenScalars {
   float beta[kC];
   float log_decay[kC];
@@ -19,14 +31,14 @@ struct TokenScalars {
   float erase[kC];         // e
   float write[kC];         // w
   float log_gate[kC];
-  float cumulative[kC];  // G, inclusive
-  float total;           // G_C
+  G cumulative[kC];  // G, inclusive
+  G total;           // G_C
 };
 
 // Fills `s` from the tiles k and q [kC, kK]. Called by a whole block of at least kC threads.
 template <typename T, int kK, int kC>
 __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, const T* k, const T* q,
-                             TokenScalars<kC>& s) {
+                             TokenScalars<kC, Gate<T>>& s) {
   constexpr int kPitch = kK + kTilePad;
   const int lane = threadIdx.x % 32;
   for (int r = threadIdx.x / 32; r < kC; r += blockDim.x / 32) {
@@ -70,7 +82,7 @@ __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, con
   }
   __syncthreads();
   if (t < kC) {
-    float cumulative = 0.f;
+    Gate<T> cumulative = 0;
     for (int i = 0; i < kC; ++i) {
       if (i <= t) cumulative += s.log_gate[i];
     }
