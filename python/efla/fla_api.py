@@ -54,9 +54,7 @@ def _beta(
     name: str, beta: Tensor | None, q: Tensor, v: Tensor, sigmoid: bool, allow_neg_eigval: bool
 ) -> Tensor:
     if allow_neg_eigval and not sigmoid:
-        raise ValueError(
-            f"{name}: allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True"
-        )
+        raise ValueError(f"{name}: allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True")
     if beta is None:
         beta = torch.ones_like(v[..., 0])
     if sigmoid:
@@ -92,9 +90,7 @@ def _state(state: Tensor | None, q: Tensor, v_first: bool) -> Tensor | None:
     return state.transpose(-1, -2) if v_first else state
 
 
-def _outputs(
-    outputs: tuple[Tensor, Tensor | None], v_first: bool
-) -> tuple[Tensor, Tensor | None]:
+def _outputs(outputs: tuple[Tensor, Tensor | None], v_first: bool) -> tuple[Tensor, Tensor | None]:
     o, state = outputs
     if state is not None and v_first:
         state = state.transpose(-1, -2).contiguous()

@@ -17,8 +17,8 @@ if int(_transformers.__version__.split(".")[0]) < 5:
         "pip install 'transformers>=5'"
     )
 
-from .configuration import EflaConfig, GatedEflaConfig  # noqa: E402
-from .modeling import (  # noqa: E402
+from .configuration import EflaConfig, GatedEflaConfig
+from .modeling import (
     EflaForCausalLM,
     EflaModel,
     GatedEflaForCausalLM,

@@ -1,5 +1,6 @@
 """Configurations: the fields of a model folder's config.json (docs/models.md), names and defaults."""
 
+import inspect
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -98,6 +99,7 @@ class EflaConfig(PreTrainedConfig):
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
+        self._check_attn()
         self._refuse_what_is_missing(kwargs)
         super().__init__(**{key: value for key, value in kwargs.items() if key not in _NO_EFFECT})
 
@@ -114,6 +116,14 @@ class EflaConfig(PreTrainedConfig):
             value = kwargs.pop(key, allowed[0])
             if value not in allowed:
                 raise ValueError(f"config: {key} must be {allowed[0]!r} here, not {value!r}")
+
+    def _check_attn(self) -> None:
+        layers = (self.attn or {}).get("layers", [])
+        if any(not 0 <= layer < self.num_hidden_layers for layer in layers):
+            raise ValueError(
+                "config: attn.layers must hold numbers of layers, 0 to "
+                f"{self.num_hidden_layers - 1}, not {layers}"
+            )
 
     @property
     def mlp_size(self) -> int:
@@ -137,8 +147,11 @@ class EflaConfig(PreTrainedConfig):
         return super(EflaConfig, family).from_dict(config_dict, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """All fields: other readers need not know the defaults."""
-        found: dict[str, Any] = self.to_dict()
+        """What is written to config.json: all fields of the model, so that no reader needs to know
+        the defaults, and what differs from transformers' own."""
+        everything = self.to_dict()
+        found: dict[str, Any] = super().to_diff_dict()
+        found.update((name, everything[name]) for name in _FIELDS if name in everything)
         return found
 
 
@@ -186,6 +199,7 @@ class _GatedDeltaNetConfig(GatedEflaConfig):
         super().__init__(rule=rule, qk_norm=qk_norm, **kwargs)
 
 
+_FIELDS = [name for name in inspect.signature(EflaConfig.__init__).parameters if name != "self"]
 _FAMILIES: dict[str, type[EflaConfig]] = {
     config.model_type: config
     for config in (EflaConfig, GatedEflaConfig, _DeltaNetConfig, _GatedDeltaNetConfig)

@@ -93,9 +93,12 @@ class EflaBlock(GradientCheckpointingLayer):
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None, past: Cache | None, use_cache: bool
     ) -> Tensor:
-        x = x + self.attn(
-            self.attn_norm(x), past_key_values=past, use_cache=use_cache, cu_seqlens=cu_seqlens
-        )[0]
+        x = (
+            x
+            + self.attn(
+                self.attn_norm(x), past_key_values=past, use_cache=use_cache, cu_seqlens=cu_seqlens
+            )[0]
+        )
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
@@ -103,7 +106,7 @@ class EflaBlock(GradientCheckpointingLayer):
 class EflaPreTrainedModel(PreTrainedModel):
     """What the two models share."""
 
-    config_class = EflaConfig
+    config_class: type[EflaConfig] = EflaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["EflaBlock"]
@@ -289,7 +292,7 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
-            **{_CACHE: outputs[_CACHE] if _CACHE in outputs else None},
+            **{_CACHE: outputs.get(_CACHE)},
         )
         return output if return_dict is not False else output.to_tuple()
 

@@ -60,7 +60,7 @@ class SoftmaxAttention(nn.Module):
         if window_size is not None and window_size < 1:
             raise ValueError(f"window_size must be at least 1, not {window_size}")
         self.head_dim = hidden_size // num_heads
-        self.grouped = kv_heads != num_heads
+        self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.window_size, self.rope_theta, self.layer_idx = window_size, rope_theta, layer_idx
         kv_dim = kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=qkv_bias)
@@ -117,10 +117,12 @@ class SoftmaxAttention(nn.Module):
         self, x: Tensor, state: LayerState | None, advance: bool, cu_seqlens: Tensor | None
     ) -> Tensor:
         """``[B, T, hidden]`` -> ``[B, T, H, D]``."""
-        q, k, v = (
-            y.view(*y.shape[:-1], -1, self.head_dim)
-            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        )
+
+        def heads(y: Tensor, number: int) -> Tensor:
+            return y.view(*y.shape[:-1], number, self.head_dim)
+
+        q = heads(self.q_proj(x), self.num_heads)
+        k, v = (heads(proj(x), self.num_kv_heads) for proj in (self.k_proj, self.v_proj))
         if cu_seqlens is None:
             return self._attend(q, k, v, None, state, advance)
         # Packed sequences as padded rows of their own: their tokens stand on the left.
@@ -177,7 +179,12 @@ class SoftmaxAttention(nn.Module):
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.num_heads != self.num_kv_heads,
         )
         return o.transpose(1, 2)
 

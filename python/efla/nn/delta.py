@@ -140,9 +140,7 @@ class DeltaLayer(nn.Module):
         if use_beta:
             self.b_proj = linear(hidden_size, num_v_heads)
         if beta_activation == "adaptive":
-            self.adaptive_decay = nn.Parameter(
-                torch.empty(num_v_heads, device=device, dtype=dtype)
-            )
+            self.adaptive_decay = nn.Parameter(torch.empty(num_v_heads, device=device, dtype=dtype))
         if use_short_conv:
             self.q_conv1d = conv(self.key_dim, qk_activation == "silu")
             self.k_conv1d = conv(self.key_dim, qk_activation == "silu")
@@ -228,12 +226,8 @@ class DeltaLayer(nn.Module):
     ) -> Tensor:
         past = LayerState() if state is None else state
         kept = past if advance else LayerState()  # what is not to be kept goes nowhere
-        q, kept.conv_q = self._stream(
-            "q", x, past.conv_q, cu_seqlens, advance, self.qk_activation
-        )
-        k, kept.conv_k = self._stream(
-            "k", x, past.conv_k, cu_seqlens, advance, self.qk_activation
-        )
+        q, kept.conv_q = self._stream("q", x, past.conv_q, cu_seqlens, advance, self.qk_activation)
+        k, kept.conv_k = self._stream("k", x, past.conv_k, cu_seqlens, advance, self.qk_activation)
         v, kept.conv_v = self._stream("v", x, past.conv_v, cu_seqlens, advance, "silu")
         q = _heads(q, self.num_heads, self.head_k_dim)
         k = _heads(k, self.num_heads, self.head_k_dim)
@@ -259,8 +253,6 @@ class DeltaLayer(nn.Module):
         if not self.use_short_conv:
             return _activate(y, activation), None
         conv: ShortConvolution = getattr(self, f"{name}_conv1d")
-        if not advance and tail is not None:
-            tail = tail.clone()  # only read
         y, tail = conv(y, tail, cu_seqlens, advance)
         return y if conv.silu else _activate(y, activation), tail
 
