@@ -15,6 +15,7 @@
 
 #include "efla/flow/reference.h"
 #include "efla/kernels/cuda/delta_rule.h"
+#include "efla/kernels/cuda/portable/chunk_backward.h"
 
 namespace efla::cuda {
 
@@ -153,9 +154,10 @@ void make(const Case& c, Setup<T>& s) {
   if (!c.cu_seqlens.empty()) p.cu_seqlens = s.dcu->data();
 }
 
-// Every gradient against the reference's.
+// Every gradient against the reference's; with a plan, under that split of the sequences.
 template <typename T>
-void check_backward(const Case& c, double tolerance, Family family) {
+void check_backward(const Case& c, double tolerance, Family family,
+                    const sm90::ScanPlan* plan = nullptr) {
   if (sizeof(T) == 2) tolerance *= c.slack;
   Setup<T> s;
   make(c, s);
@@ -187,8 +189,10 @@ void check_backward(const Case& c, double tolerance, Family family) {
   params.grad_beta = view(beta.data(), c.value_heads, 1);
   if (c.decay) params.grad_log_decay = view(decay.data(), c.value_heads, 1);
   params.grad_initial_state = state.data();
-  Buffer<unsigned char> workspace(chunk_backward_workspace(s.problem));
-  CUDA_OK(chunk_backward(params, workspace.data(), nullptr, family));
+  Buffer<unsigned char> workspace(plan ? chunk_backward_workspace(s.problem, *plan)
+                                       : chunk_backward_workspace(s.problem));
+  CUDA_OK(plan ? chunk_backward(params, *plan, workspace.data(), nullptr, family)
+               : chunk_backward(params, workspace.data(), nullptr, family));
   CUDA_OK(cudaDeviceSynchronize());
   EXPECT_LE(relative_rms(q.host(), expected.q), tolerance) << "q";
   EXPECT_LE(relative_rms(k.host(), expected.k), tolerance) << "k";

@@ -3,9 +3,9 @@
 
 #include "efla/kernels/cuda/delta_rule.h"
 #include "efla/kernels/cuda/portable/chunk_args.h"
+#include "efla/kernels/cuda/portable/chunk_backward.h"
 #include "efla/kernels/cuda/portable/chunk_launch.cuh"
 #include "efla/kernels/cuda/sm90/backward.h"
-#include "efla/kernels/cuda/sm90/scan.h"
 
 namespace efla::cuda {
 namespace {
@@ -139,10 +139,15 @@ int64_t chunk_forward_workspace(const ForwardParams& params, Family family) {
 }
 
 int64_t chunk_backward_workspace(const Problem& problem) {
+  return chunk_backward_workspace(problem, sm90::plan_backward(problem));
+}
+
+int64_t chunk_backward_workspace(const Problem& problem, const sm90::ScanPlan& plan) {
   Arena arena(nullptr);
   ChunkArgs a = make_args(problem, arena);
   void *parts_q, *parts_k;
   add_backward(problem, arena, a, parts_q, parts_k);
+  arena.take(sm90::scan_workspace(problem, plan));
   return arena.used();
 }
 
@@ -166,6 +171,11 @@ cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStre
 
 cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream,
                            Family family) {
+  return chunk_backward(params, sm90::plan_backward(params.problem), workspace, stream, family);
+}
+
+cudaError_t chunk_backward(const BackwardParams& params, const sm90::ScanPlan& plan,
+                           void* workspace, cudaStream_t stream, Family family) {
   const Problem& p = params.problem;
   const Shape& s = p.shape;
   if (p.dtype == DType::kFloat64 || !params.grad_v.data) return cudaErrorInvalidValue;
@@ -187,7 +197,8 @@ cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaSt
     a.grad_k = {parts_k, s.tokens * row, row, s.key_dim};
   }
   if (family == Family::kAuto && sm90::backward_applies(params)) {
-    if (auto e = sm90::backward(a, p.dtype, stream)) return e;
+    void* parts = arena.take(sm90::scan_workspace(p, plan));
+    if (auto e = sm90::backward(a, p.dtype, plan, parts, stream)) return e;
   } else if (auto e = dispatch(p.dtype, a, true, stream)) {
     return e;
   }

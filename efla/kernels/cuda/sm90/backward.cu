@@ -32,7 +32,14 @@ bool backward_applies(const BackwardParams& params) {
          device_applies(p.dtype);
 }
 
-cudaError_t backward(const ChunkArgs& a, DType dtype, cudaStream_t stream) {
+ScanPlan plan_backward(const Problem& problem) {
+  const Shape& s = problem.shape;
+  if (s.key_dim != kDim || s.value_dim != kDim || !device_applies(problem.dtype)) return {};
+  return plan_scan(problem);
+}
+
+cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void* parts,
+                     cudaStream_t stream) {
   const bool packed = a.cu_seqlens != nullptr;
   const int64_t batch = packed ? 1 : a.sequences;
   const int64_t places = chunk_slots(a.sequences, a.tokens, packed, kC) * a.value_heads;
@@ -54,8 +61,12 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   const ScanMaps scan{maps.q, maps.k, maps.v, maps.u};
-  return dtype == DType::kBFloat16 ? launch_backward<__nv_bfloat16>(scan, maps, a, places, stream)
-                                   : launch_backward<__half>(scan, maps, a, places, stream);
+  ScanArgs args{};
+  args.common = a;
+  float* states = set_parts(args, plan, parts);
+  return dtype == DType::kBFloat16
+             ? launch_backward<__nv_bfloat16>(scan, maps, args, plan, states, places, stream)
+             : launch_backward<__half>(scan, maps, args, plan, states, places, stream);
 }
 
 }  // namespace efla::cuda::sm90

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "efla/kernels/cuda/portable/chunk_common.cuh"
+#include "efla/kernels/cuda/sm90/scan.h"
 
 namespace efla::cuda::sm90 {
 
@@ -11,9 +12,14 @@ namespace efla::cuda::sm90 {
 /// storage, K = V = 128, tensors whose rows start on 16-byte boundaries.
 bool backward_applies(const BackwardParams& params);
 
+/// How backward() splits the sequences, by the forward's rule; whole where it cannot run anyway.
+ScanPlan plan_backward(const Problem& problem);
+
 /// Forward walk that keeps the states, reverse walk, gradients. `args` comes with the portable
 /// kernels' workspaces (sizes are the same, contents are not) and the place of dq and dk, which are
-/// float parts for grouped heads. Slack rows of the gradients are the caller's.
-cudaError_t backward(const ChunkArgs& args, DType dtype, cudaStream_t stream);
+/// float parts for grouped heads; `parts` holds scan_workspace() bytes. Slack rows of the gradients
+/// are the caller's.
+cudaError_t backward(const ChunkArgs& args, DType dtype, const ScanPlan& plan, void* parts,
+                     cudaStream_t stream);
 
 }  // namespace efla::cuda::sm90

@@ -2,5 +2,6 @@
 
 namespace efla::cuda::sm90 {
 template cudaError_t launch_backward<__nv_bfloat16>(const ScanMaps&, const GradientMaps&,
-                                                    const ChunkArgs&, int64_t, cudaStream_t);
+                                                    const ScanArgs&, const ScanPlan&, float*,
+                                                    int64_t, cudaStream_t);
 }  // namespace efla::cuda::sm90

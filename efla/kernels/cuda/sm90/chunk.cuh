@@ -20,8 +20,12 @@ struct ScanArgs {
   // Tokens per part of a split sequence, a multiple of kC; 0: a block walks a whole sequence. Parts
   // lie in slots as chunks do (chunk_slots with part_tokens in the place of the chunk).
   int64_t part_tokens;
-  const float* part_states;  // [part slots, HV, K, V]: the state before each part; null: zero
-  float* part_results;       // [2][part slots, HV, K, V]: each part's N and M, S_out = M S_in + N
+  // [part slots, HV, K, V]: the state that each part's walk starts from; null: zero. For the
+  // reverse walk, dS behind the part.
+  const float* part_states;
+  // [2][part slots, HV, K, V]: each part's N and M, S_out = M S_in + N. In the backward N' takes
+  // N's place: dS_in = M^T dS_out + N'.
+  float* part_results;
 };
 
 // Where a block works: part of a sequence, value head, tile of V.
@@ -30,7 +34,8 @@ struct Place {
   int64_t part;      // slot of the part
   int64_t row, begin;
   int64_t tokens;
-  bool last;  // of its sequence
+  bool first, last;  // of its sequence
+  int slot;          // of its first chunk, in the backward's workspaces
   int hv, hk, column0;
 };
 
@@ -53,7 +58,8 @@ __device__ inline Place find_place(const ScanArgs& args, int tile_columns) {
     p.row = a.cu_seqlens ? 0 : item;
     p.begin = first;
     p.tokens = max(tokens, int64_t{0});
-    p.last = true;
+    p.first = p.last = true;
+    p.slot = static_cast<int>(first_slot(a, item, kC));
     return p;
   }
   int64_t low = item;
@@ -77,7 +83,9 @@ __device__ inline Place find_place(const ScanArgs& args, int tile_columns) {
     if (p.begin < 0 || p.begin >= tokens) low = -1;  // a slot that no part has
   }
   p.sequence = low;
+  p.slot = low < 0 ? 0 : static_cast<int>(first_slot(a, low, kC) + p.begin / kC);
   const int64_t left = tokens - p.begin;
+  p.first = p.begin == 0;
   p.last = left <= args.part_tokens;
   p.tokens = low < 0 ? 0 : min(left, args.part_tokens);
   p.begin += first;

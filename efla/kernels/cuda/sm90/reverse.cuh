@@ -5,7 +5,8 @@
 //   dS^T = Gamma_C dS^T + (gate_q dO^T) Q - (e dR^T) K
 //
 // A_hat, P_hat^T and the scalars come from the forward walk (Walk::kKeep) as it left them in shared
-// memory. Keeps dS^T (of the state after each chunk) and dR for gradients.cuh.
+// memory. Keeps dS^T (of the state after each chunk) and dR for gradients.cuh. Where sequences are
+// split, a first launch (kAdvance) keeps nothing and takes each part from zero to its N'.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/gradients.cuh"
@@ -68,9 +69,11 @@ __device__ __forceinline__ void feed_triangles(const ChunkArgs& a, ReverseShared
   }
 }
 
-template <typename T, bool kErase, bool kDecay>
-__device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkArgs& a,
+template <typename T, bool kErase, bool kDecay, bool kAdvance>
+__device__ __forceinline__ void walk_back(const GradientMaps& maps, const ScanArgs& args,
                                           ReverseShared& s, const Place& p) {
+  const ChunkArgs& a = args.common;
+  if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
@@ -78,12 +81,16 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
   const int piece = warp * 2 + lane / 8 % 2;
   const uint32_t lane_offset = (lane / 16 * 8 + lane % 8) * 128 + ((piece ^ (lane % 8)) << 4);
   const int64_t state_size = int64_t{kDim} * kDim;
-  const int64_t state_offset = (p.sequence * a.value_heads + p.hv) * state_size;
+  const int64_t part_offset = (p.part * a.value_heads + p.hv) * state_size;
 
   float state[kDim / 2] = {};
-  if (a.grad_final_state) {
-    const float* from = a.grad_final_state + state_offset;
-    visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { x = from[i]; });
+  if constexpr (!kAdvance) {
+    // The slot of a whole sequence is its number.
+    const float* from = args.part_tokens == 0 ? a.grad_final_state : args.part_states;
+    if (from) {
+      from += part_offset;
+      visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { x = from[i]; });
+    }
   }
   uint32_t packed[kDim / 16][4];
 #pragma unroll
@@ -109,21 +116,23 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
     float u[32];
     fence_products();
     multiply_state<T, kDim>(u, packed, s.k[i]);
-    // dS^T goes out meanwhile. The step before has waited for its stores.
-#pragma unroll
-    for (int n = 0; n < kDim / 16; ++n) {
-      stmatrix_x4(shared_address(s.state[group][n / 4]) +
-                      tile_offset(16 * warp + lane % 16, n % 4 * 16 + lane / 16 * 8),
-                  packed[n]);
-    }
-    fence_async_proxy();
-    sync_threads(2 + group, kWarpgroup);
     const int place = static_cast<int>(workspace_place(a, p, c));
-    if (thread == 0) {
-      for (int half = 0; half < 2; ++half) {
-        store_box(maps.grad_state, s.state[group][half], 64 * half, 0, place * kDim + column, 0);
+    if constexpr (!kAdvance) {
+      // dS^T goes out meanwhile. The step before has waited for its stores.
+#pragma unroll
+      for (int n = 0; n < kDim / 16; ++n) {
+        stmatrix_x4(shared_address(s.state[group][n / 4]) +
+                        tile_offset(16 * warp + lane % 16, n % 4 * 16 + lane / 16 * 8),
+                    packed[n]);
       }
-      commit_stores();
+      fence_async_proxy();
+      sync_threads(2 + group, kWarpgroup);
+      if (thread == 0) {
+        for (int half = 0; half < 2; ++half) {
+          store_box(maps.grad_state, s.state[group][half], 64 * half, 0, place * kDim + column, 0);
+        }
+        commit_stores();
+      }
     }
     const uint32_t tile = shared_address(s.grad_o[i][group]) + lane_offset;
     uint32_t grad_o[4][4];
@@ -173,12 +182,14 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
       wait_products<0>();
       pin(u);
     }
+    if constexpr (!kAdvance) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      pack_step<T>(r[n], &u[8 * n]);
-      stmatrix_x4_transposed(tile + n * 16 * 128, r[n]);  // dR
+      for (int n = 0; n < 4; ++n) {
+        pack_step<T>(r[n], &u[8 * n]);
+        stmatrix_x4_transposed(tile + n * 16 * 128, r[n]);  // dR
+      }
+      fence_async_proxy();
     }
-    fence_async_proxy();
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
       const float2 erase = scalar_pair(scalars.erase, n / 2);
@@ -196,33 +207,44 @@ __device__ __forceinline__ void walk_back(const GradientMaps& maps, const ChunkA
       }
       commit_products();
     }
-    sync_threads(2 + group, kWarpgroup);
-    if (thread == 0) {
-      store_box(maps.grad_r, s.grad_o[i][group], column, 0, place * kC, 0);
-      commit_stores();
+    if constexpr (!kAdvance) {
+      sync_threads(2 + group, kWarpgroup);
+      if (thread == 0) {
+        store_box(maps.grad_r, s.grad_o[i][group], column, 0, place * kC, 0);
+        commit_stores();
+      }
     }
     wait_products<0>();
     pin(state);
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) pack_step<T>(packed[n], &state[8 * n]);
-    if (thread == 0) wait_stores_read<0>();
-    sync_threads(2 + group, kWarpgroup);
+    if constexpr (!kAdvance) {
+      if (thread == 0) wait_stores_read<0>();
+      sync_threads(2 + group, kWarpgroup);
+    } else {
+      __syncwarp();
+    }
     if (lane == 0) s.tokens_free[i].arrive();
     s.triangles_free[j].arrive();  // each thread has read scalars
     ring.advance();
     triangles.advance();
   }
-  if (thread == 0) wait_stores<0>();
-  if (a.grad_initial_state) {
-    float* to = a.grad_initial_state + state_offset;
+  if constexpr (kAdvance) {
+    float* to = args.part_results + part_offset;
     visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { to[i] = x; });
+  } else {
+    if (thread == 0) wait_stores<0>();
+    if (a.grad_initial_state && p.first) {
+      float* to = a.grad_initial_state + (p.sequence * a.value_heads + p.hv) * state_size;
+      visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { to[i] = x; });
+    }
   }
 }
 
 inline constexpr int kReverseThreads = 3 * kWarpgroup;
 
-// One block per (sequence, value head).
-template <typename T, bool kErase, bool kDecay>
+// One block per (sequence or part of one, value head).
+template <typename T, bool kErase, bool kDecay, bool kAdvance>
 __global__ void __launch_bounds__(kReverseThreads, 1)
     reverse_kernel(const __grid_constant__ GradientMaps maps,
                    const __grid_constant__ ScanArgs args) {
@@ -242,7 +264,7 @@ __global__ void __launch_bounds__(kReverseThreads, 1)
   __syncthreads();
   if (threadIdx.x < 2 * kWarpgroup) {
     take_registers<224>();
-    walk_back<T, kErase, kDecay>(maps, args.common, s, find_place(args, kDim));
+    walk_back<T, kErase, kDecay, kAdvance>(maps, args, s, find_place(args, kDim));
   } else {
     give_registers<40>();
     const Place p = find_place(args, kDim);

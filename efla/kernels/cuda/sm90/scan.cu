@@ -64,9 +64,7 @@ cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void
   set_problem(a, p);
   a.o = params.o;
   a.final_state = static_cast<float*>(params.final_state);
-  args.part_tokens = plan.part_tokens;
-  args.part_results = static_cast<float*>(workspace);
-  float* states = args.part_results + 2 * plan.part_slots * s.value_heads * s.key_dim * s.value_dim;
+  float* states = set_parts(args, plan, workspace);
   ScanMaps maps{};
   if (s.batch * s.tokens > 0 &&
       !(make_map(maps.q, p.q, p.dtype, s.batch, s.tokens, s.heads, s.key_dim) &&

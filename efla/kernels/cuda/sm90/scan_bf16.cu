@@ -3,4 +3,6 @@
 namespace efla::cuda::sm90 {
 template cudaError_t launch_scan<__nv_bfloat16>(const ScanMaps&, const ScanArgs&, const ScanPlan&,
                                                 float*, cudaStream_t);
+template cudaError_t launch_wide_part_states<__nv_bfloat16>(const ScanMaps&, const ScanArgs&,
+                                                            const ScanPlan&, float*, cudaStream_t);
 }  // namespace efla::cuda::sm90

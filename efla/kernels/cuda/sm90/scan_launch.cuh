@@ -24,20 +24,64 @@ cudaError_t launch_walk(const ScanMaps& maps, const ScanArgs& args, int64_t plac
   return cudaGetLastError();
 }
 
-template <typename T, int kK, int kV, bool kErase, bool kDecay>
-cudaError_t launch_parts(const ScanMaps& maps, ScanArgs args, const ScanPlan& plan, float* states,
-                         cudaStream_t stream) {
+// Calls run(erase, decay) with what the walks have as template arguments.
+template <typename Run>
+cudaError_t with_rule(const ChunkArgs& a, Run run) {
+  using Yes = std::true_type;
+  using No = std::false_type;
+  const bool decay = a.log_decay.data != nullptr;
+  if (erases(a.rule)) return decay ? run(Yes{}, Yes{}) : run(Yes{}, No{});
+  return decay ? run(No{}, Yes{}) : run(No{}, No{});
+}
+
+// Lays out the workspace of a plan; returns the place of what the parts' walks start from.
+inline float* set_parts(ScanArgs& args, const ScanPlan& plan, void* workspace) {
   const ChunkArgs& a = args.common;
-  if (plan.part_tokens == 0) {
-    return launch_walk<T, kK, kV, kErase, kDecay, Walk::kOutput>(maps, args, a.sequences, stream);
-  }
+  args.part_tokens = plan.part_tokens;
+  args.part_results = static_cast<float*>(workspace);
+  return args.part_results + 2 * plan.part_slots * a.value_heads * a.key_dim * a.value_dim;
+}
+
+template <int kK, bool kReverse>
+cudaError_t launch_join(const ScanArgs& args, const ScanPlan& plan, float* states,
+                        cudaStream_t stream) {
+  const ChunkArgs& a = args.common;
+  const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), a.value_dim / kJoinColumns);
+  join_kernel<kK, kReverse><<<grid, kJoinThreads, 0, stream>>>(args, states, plan.part_slots);
+  return cudaGetLastError();
+}
+
+// The state before each part, to `states`; N and M of the parts stay in args.part_results.
+template <typename T, int kK, int kV, bool kErase, bool kDecay>
+cudaError_t launch_part_states(const ScanMaps& maps, const ScanArgs& args, const ScanPlan& plan,
+                               float* states, cudaStream_t stream) {
   if (auto e = launch_walk<T, kK, kV, kErase, kDecay, Walk::kAdvance>(maps, args, plan.part_slots,
                                                                       stream)) {
     return e;
   }
-  const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), a.value_dim / kJoinColumns);
-  join_kernel<kK><<<grid, kJoinThreads, 0, stream>>>(args, states, plan.part_slots);
-  if (auto e = cudaGetLastError()) return e;
+  return launch_join<kK, false>(args, plan, states, stream);
+}
+
+// The same for K = V = 128, which the backward shares with the forward.
+template <typename T>
+cudaError_t launch_wide_part_states(const ScanMaps& maps, const ScanArgs& args,
+                                    const ScanPlan& plan, float* states, cudaStream_t stream) {
+  return with_rule(args.common, [&](auto erase, auto decay) {
+    return launch_part_states<T, 128, 128, erase.value, decay.value>(maps, args, plan, states,
+                                                                     stream);
+  });
+}
+
+template <typename T, int kK, int kV, bool kErase, bool kDecay>
+cudaError_t launch_parts(const ScanMaps& maps, ScanArgs args, const ScanPlan& plan, float* states,
+                         cudaStream_t stream) {
+  if (plan.part_tokens == 0) {
+    return launch_walk<T, kK, kV, kErase, kDecay, Walk::kOutput>(maps, args, args.common.sequences,
+                                                                 stream);
+  }
+  if (auto e = launch_part_states<T, kK, kV, kErase, kDecay>(maps, args, plan, states, stream)) {
+    return e;
+  }
   args.part_states = states;
   return launch_walk<T, kK, kV, kErase, kDecay, Walk::kOutput>(maps, args, plan.part_slots, stream);
 }
@@ -47,13 +91,9 @@ cudaError_t launch_scan(const ScanMaps& maps, const ScanArgs& args, const ScanPl
                         float* states, cudaStream_t stream) {
   const auto run = [&](auto key_dim, auto value_tile) {
     constexpr int kK = decltype(key_dim)::value, kV = decltype(value_tile)::value;
-    const bool decay = args.common.log_decay.data != nullptr;
-    if (erases(args.common.rule)) {
-      return decay ? launch_parts<T, kK, kV, true, true>(maps, args, plan, states, stream)
-                   : launch_parts<T, kK, kV, true, false>(maps, args, plan, states, stream);
-    }
-    return decay ? launch_parts<T, kK, kV, false, true>(maps, args, plan, states, stream)
-                 : launch_parts<T, kK, kV, false, false>(maps, args, plan, states, stream);
+    return with_rule(args.common, [&](auto erase, auto decay) {
+      return launch_parts<T, kK, kV, erase.value, decay.value>(maps, args, plan, states, stream);
+    });
   };
   using Narrow = std::integral_constant<int, 64>;
   using Wide = std::integral_constant<int, 128>;
@@ -65,5 +105,10 @@ extern template cudaError_t launch_scan<__nv_bfloat16>(const ScanMaps&, const Sc
                                                        const ScanPlan&, float*, cudaStream_t);
 extern template cudaError_t launch_scan<__half>(const ScanMaps&, const ScanArgs&, const ScanPlan&,
                                                 float*, cudaStream_t);
+extern template cudaError_t launch_wide_part_states<__nv_bfloat16>(const ScanMaps&, const ScanArgs&,
+                                                                   const ScanPlan&, float*,
+                                                                   cudaStream_t);
+extern template cudaError_t launch_wide_part_states<__half>(const ScanMaps&, const ScanArgs&,
+                                                            const ScanPlan&, float*, cudaStream_t);
 
 }  // namespace efla::cuda::sm90

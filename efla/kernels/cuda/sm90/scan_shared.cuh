@@ -102,7 +102,7 @@ __device__ __forceinline__ void feed_values(const ScanMaps& maps, ScanShared<kK,
 
 // Where the backward's workspaces hold chunk `chunk` of a place.
 __device__ __forceinline__ int64_t workspace_place(const ChunkArgs& a, const Place& p, int chunk) {
-  return (first_slot(a, p.sequence, kC) + chunk) * a.value_heads + p.hv;
+  return (int64_t{p.slot} + chunk) * a.value_heads + p.hv;
 }
 
 }  // namespace efla::cuda::sm90

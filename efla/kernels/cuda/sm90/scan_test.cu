@@ -2,7 +2,7 @@
 // 9.0 (label gpu).
 
 #include "efla/kernels/cuda/delta_rule_test.h"
-#include "efla/kernels/cuda/sm90/scan.h"
+#include "efla/kernels/cuda/sm90/backward.h"
 
 namespace efla::cuda {
 namespace {
@@ -102,6 +102,67 @@ TEST_P(Scan, GradientsBFloat16) { check_backward<__nv_bfloat16>(GetParam(), 6e-3
 TEST_P(Scan, GradientsHalf) { check_backward<__half>(GetParam(), 3e-3, Family::kAuto); }
 
 INSTANTIATE_TEST_SUITE_P(Cases, Scan, testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// The backward in parts so short that most of dS goes through their transitions.
+class SplitBackward : public DeltaRule {};
+
+template <typename T>
+void check_split_backward(const Case& c, int64_t part_tokens, double tolerance) {
+  const sm90::ScanPlan plan = split(c, 128, part_tokens);
+  check_backward<T>(c, tolerance, Family::kAuto, &plan);
+}
+
+TEST_P(SplitBackward, PartsOfOneChunkBFloat16) {
+  check_split_backward<__nv_bfloat16>(GetParam(), 64, 6e-3);
+}
+TEST_P(SplitBackward, PartsBFloat16) { check_split_backward<__nv_bfloat16>(GetParam(), 128, 6e-3); }
+TEST_P(SplitBackward, PartsOfOneChunkHalf) { check_split_backward<__half>(GetParam(), 64, 3e-3); }
+
+std::vector<Case> wide_cases() {
+  std::vector<Case> all = cases();
+  std::erase_if(all, [](const Case& c) { return c.key_dim != 128; });
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, SplitBackward, testing::ValuesIn(wide_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// Few heads and long sequences, which are split by themselves.
+std::vector<Case> long_cases() {
+  const auto packed = std::vector<int64_t>{1, 1, 41, 4500, 4500, 4507};
+  return {
+      {"OneMoreThanTwoParts", 1, 2049, 1, 1, 128, 128},
+      {"Odd", 1, 8999, 1, 1, 128, 128, Rule::kExact, false, true},
+      {"NoState", 1, 3000, 1, 1, 128, 128, Rule::kExact, false, false, false},
+      {"TwoRows", 2, 2500, 1, 1, 128, 128},
+      {"GroupedDecay", 1, 3333, 1, 2, 128, 128, Rule::kExactLog, true},
+      {"Linear", 1, 2200, 1, 1, 128, 128, Rule::kLinear},
+      {"LinearDecay", 1, 2200, 1, 1, 128, 128, Rule::kLinear, true},
+      {"Packed", 1, 4510, 1, 1, 128, 128, Rule::kExact, false, false, true, packed},
+      {"PackedGroupedDecay", 1, 4510, 1, 2, 128, 128, Rule::kExact, true, false, false, packed},
+  };
+}
+
+class LongBackward : public DeltaRule {};
+
+TEST_P(LongBackward, IsSplit) {
+  efla::cuda::Setup<__half> s;
+  make(GetParam(), s);
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+  if (major != 9) GTEST_SKIP() << "not a device of compute capability 9.0";
+  const sm90::ScanPlan plan = sm90::plan_backward(s.problem);
+  EXPECT_GT(plan.part_tokens, 0);
+  EXPECT_LE(2 * plan.part_tokens, GetParam().tokens);
+}
+
+TEST_P(LongBackward, GradientsBFloat16) {
+  check_backward<__nv_bfloat16>(GetParam(), 6e-3, Family::kAuto);
+}
+TEST_P(LongBackward, GradientsHalf) { check_backward<__half>(GetParam(), 3e-3, Family::kAuto); }
+
+INSTANTIATE_TEST_SUITE_P(Cases, LongBackward, testing::ValuesIn(long_cases()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace
