@@ -16,5 +16,7 @@ void add_data(CLI::App& app);
 void add_convert(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_info(CLI::App& app);
+void add_smnist(CLI::App& app);
+void add_flow(CLI::App& app);
 
 }  // namespace efla::cli

@@ -106,6 +106,8 @@ std::unique_ptr<CLI::App> make_app() {
   add_convert(*app);
   add_bench(*app);
   add_info(*app);
+  add_smnist(*app);
+  add_flow(*app);
   return app;
 }
 

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <iterator>
 
 #include "efla/io/atomic_file.h"
 #include "efla/io/log.h"
@@ -43,6 +44,15 @@ std::string data_block(const std::string& name, const Curve& curve) {
   return block + "END_OF_CURVE\n";
 }
 
+// Ten colours that are told apart, in curve order.
+constexpr const char* kColours[] = {"#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd",
+                                    "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f"};
+
+std::string line_style(const Curve& curve, size_t index) {
+  if (curve.dashed) return "linewidth 2 dashtype 2 linecolor rgb \"black\"";
+  return fmt::format("linewidth 2 linecolor rgb \"{}\"", kColours[index % std::size(kColours)]);
+}
+
 // The commands that draw one plot whose data blocks are called PREFIX0, PREFIX1, ...
 std::string plot_commands(const std::string& prefix, const Plot& plot) {
   std::string commands;
@@ -59,12 +69,12 @@ std::string plot_commands(const std::string& prefix, const Plot& plot) {
     const std::string data = fmt::format("{}{}", prefix, i);
     if (!curve.spread.empty()) {
       bands += fmt::format(
-          "{} using 1:3:4 with filledcurves linecolor {} fillstyle transparent solid 0.15 "
+          "{} using 1:3:4 with filledcurves linecolor rgb \"{}\" fillstyle transparent solid 0.15 "
           "notitle, ",
-          data, i + 1);
+          data, kColours[i % std::size(kColours)]);
     }
-    lines += fmt::format("{}{} using 1:2 with lines linewidth 2 linecolor {} title {}",
-                         i == 0 ? "" : ", ", data, i + 1, quoted(curve.title));
+    lines += fmt::format("{}{} using 1:2 with lines {} title {}", i == 0 ? "" : ", ", data,
+                         line_style(curve, i), quoted(curve.title));
   }
   return commands + "plot " + bands + lines + "\n";
 }
