@@ -43,10 +43,17 @@ if sys.prefix != sys.base_prefix:
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
 
-small=(filelock typing-extensions sympy networkx jinja2 fsspec numpy pytest safetensors)
-if ! .venv/bin/python -c 'import filelock, typing_extensions, sympy, networkx, jinja2, fsspec, numpy, pytest, safetensors' 2>/dev/null; then
-  say "Installing Python packages for the tests (about 20 seconds)"
-  pip install "${small[@]}" || die "pip could not install ${small[*]}: is PyPI reachable from here?"
+# What the Python tests use: pip name, then the module that shows it is there. accelerate comes without
+# its dependencies, of which torch is one.
+small=(filelock typing-extensions sympy networkx jinja2 fsspec numpy pytest safetensors psutil
+  'transformers>=5.17,<6' mypy==2.4.1 ruff==0.17.6 'scikit-build-core>=0.11')
+if ! .venv/bin/python -c 'import importlib.util as u, sys
+names = "filelock typing_extensions sympy networkx jinja2 fsspec numpy pytest safetensors psutil"
+names += " transformers mypy ruff scikit_build_core accelerate"
+sys.exit(any(u.find_spec(name) is None for name in names.split()))'; then
+  say "Installing Python packages for the tests (about 40 seconds)"
+  pip install "${small[@]}" && pip install --no-deps 'accelerate>=1.1' ||
+    die "pip could not install ${small[*]} accelerate: is PyPI reachable from here?"
 fi
 if ! torch_works .venv/bin/python; then
   if has_cuda_toolkit; then

@@ -34,10 +34,10 @@ def losses(output):
 
 
 def test_train(monkeypatch, capsys, text):
-    run(monkeypatch, "train.py", text, "--steps", 6, "--device", "cpu")
+    run(monkeypatch, "train.py", text, "--steps", 6, "--batch", 2, "--device", "cpu")
     output = capsys.readouterr().out
     first, last = losses(output)
-    assert last < first < 5.6 and "It was a truth" in output  # ln 256 = 5.55
+    assert last < first - 0.1 and "It was a truth" in output
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch has no gloo here")
