@@ -12,6 +12,7 @@ torch, and from PyPI: lm_eval datasets sacrebleu more_itertools sentencepiece (s
 
 import argparse
 import gzip
+import itertools
 import json
 import lzma
 import math
@@ -25,10 +26,11 @@ import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TQDM_DISABLE", "1")
 
 LOG_LIKELIHOOD = 1e-4  # absolute, per request of a multiple-choice task or last word
-RELATIVE = 1e-5        # word and byte perplexity, log-likelihoods of documents, standard errors
+FLOAT32 = 2 ** -22     # relative: two last places of the float32 in which the harness sums it
+RELATIVE = 1e-5        # word and byte perplexity, log-likelihoods of documents
 
 
 # ---- the files, as the columns that lm-evaluation-harness's tasks read --------------------------
@@ -190,6 +192,8 @@ def write_task(folder, name, path, train_path):
               "test_split": split if split == "test" else None}
     if split == "test" and not train_path:
         config["fewshot_split"] = "test"  # examples from the set itself, but never the question
+    if name == "wikitext":
+        config["num_fewshot"] = 0  # documents have no examples, whatever the others have
     if name not in ("wikitext", "lambada_openai", "winogrande"):
         config["metric_list"] = [{"metric": m, "aggregation": "mean", "higher_is_better": True}
                                  for m in ("acc", "acc_norm", "acc_bytes")]
@@ -248,13 +252,16 @@ class Model:
             z = beta * norm2
             step = torch.where(z > 0, -torch.expm1(-z) / norm2.clamp_min(1e-30), beta)
         q = q * k.shape[-1] ** -0.5
-        state = x.new_zeros(x.shape[0], heads, k.shape[-1], v.shape[-1])
-        outputs = []
+        # [B, T, H, ...] -> [T, B H, 1, ...]; S += k step (v - S^T k)^T, o = S^T q, token by token.
+        q, k, v = (y.movedim(1, 0).flatten(1, 2).unsqueeze(2).contiguous() for y in (q, k, v))
+        step = step.movedim(1, 0).flatten(1)[:, :, None, None]
+        state = x.new_zeros(k.shape[1], k.shape[-1], v.shape[-1])
+        outputs = torch.empty_like(v)
         for t in range(x.shape[1]):
-            kt, error = k[:, t, :, :, None], v[:, t] - (state * k[:, t, :, :, None]).sum(2)
-            state = state + kt * (step[:, t, :, None] * error)[:, :, None, :]
-            outputs.append((state * q[:, t, :, :, None]).sum(2))
-        o = self.norm(torch.stack(outputs, 1), f"{p}o_norm.weight")
+            state.baddbmm_(k[t].transpose(1, 2), step[t] * (v[t] - k[t].bmm(state)))
+            torch.bmm(q[t], state, out=outputs[t])
+        o = outputs.squeeze(2).unflatten(1, (-1, heads)).movedim(0, 1)  # [B, T, H, V]
+        o = self.norm(o, f"{p}o_norm.weight")
         return o.flatten(2) @ self.weights[f"{p}o_proj.weight"].T
 
     def logits(self, ids):
@@ -361,22 +368,22 @@ def run_harness(folder, tasks, options):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    os.environ.setdefault("HF_DATASETS_CACHE", str(folder / "cache"))
     torch.set_grad_enabled(False)
     adapter = make_adapter(options.model, options.window, options.bos, options.batch)
     begin = time.time()
     result = simple_evaluate(
         model=adapter, tasks=[f"local_{name}" for name in tasks], num_fewshot=options.shots or None,
-        limit=options.limit, log_samples=True, bootstrap_iters=options.bootstrap,
+        limit=options.limit, log_samples=True,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False))
     return result, time.time() - begin
 
 
 def run_efla(folder, options):
-    command = [options.efla, "eval", "--model", options.model, "--data", options.data, "--tasks",
-               ",".join(options.tasks), "--output", folder, "--json", "--device", options.device,
-               "--dtype", "float32", "--bos", options.bos, "--window", options.window,
-               "--shots", options.shots]
+    command = [options.efla, "eval", "--model", options.model, "--tasks", ",".join(options.tasks),
+               "--output", folder, "--json", "--device", options.device, "--dtype", "float32",
+               "--bos", options.bos, "--window", options.window, "--shots", options.shots]
+    for path in options.data:
+        command += ["--data", path]
     if options.limit:
         command += ["--limit", options.limit]
     begin = time.time()
@@ -416,7 +423,8 @@ class Comparison:
             assert len(answers) == len(our["log_likelihoods"]), where
             for (log, greedy), our_log, our_greedy in zip(
                     answers, our["log_likelihoods"], our["greedy"]):
-                worst = max(worst, self.check(where, float(log), our_log, LOG_LIKELIHOOD))
+                tolerance = max(LOG_LIKELIHOOD, FLOAT32 * abs(our_log))
+                worst = max(worst, self.check(where, float(log), our_log, tolerance))
                 self.check(where + " greedy", bool(greedy), our_greedy, 0)
             for metric in ("acc", "acc_norm", "acc_bytes"):
                 if metric in their and metric in our:
@@ -425,6 +433,7 @@ class Comparison:
 
 
 def compare(options, folder, paths):
+    os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")  # before datasets is imported
     for name, (path, train_path) in paths.items():
         write_task(folder, name, path, train_path)
     ours, our_seconds = run_efla(folder / "efla", options)
@@ -474,17 +483,18 @@ def find_paths(options):
             "wikitext", "wiki.test", "wikitext2/test"]}.get(name, [name])
 
         def find(suffix):
-            for alias in aliases:
-                for ending in (".jsonl", ".json", ".raw", ".tokens", ".txt"):
-                    for packed in ("", ".gz", ".xz"):
-                        path = options.data / f"{alias}{suffix}{ending}{packed}"
-                        if path.exists():
-                            return path
+            for data, alias, ending, packed in itertools.product(
+                    options.data, aliases, (".jsonl", ".json", ".raw", ".tokens", ".txt"),
+                    ("", ".gz", ".xz")):
+                path = data / f"{alias}{suffix}{ending}{packed}"
+                if path.exists():
+                    return path
             return None
 
         path = find("")
         if path is None:
-            sys.exit(f"compare_with_lm_eval: {options.data} holds no file of {name}")
+            sys.exit(f"compare_with_lm_eval: {', '.join(map(str, options.data))} holds no file of "
+                     f"{name}")
         paths[name] = (path, find("_train") if options.shots else None)
     return paths
 
@@ -492,14 +502,14 @@ def find_paths(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=pathlib.Path, required=True, help="model folder")
-    parser.add_argument("--data", type=pathlib.Path, required=True, help="folder of the task files")
+    parser.add_argument("--data", type=pathlib.Path, required=True, action="append",
+                        help="folder of the task files; may be given several times")
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS))
     parser.add_argument("--shots", type=int, default=0)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--window", type=int, help="default: max_position_embeddings")
     parser.add_argument("--bos", choices=("once", "harness", "never"), default="once")
     parser.add_argument("--batch", type=int, default=32, help="rows of the PyTorch model")
-    parser.add_argument("--bootstrap", type=int, default=100000)
     parser.add_argument("--device", default="cpu", help="of efla eval")
     parser.add_argument("--efla", default=shutil.which("efla") or "efla", help="the program")
     options = parser.parse_args()

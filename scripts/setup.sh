@@ -44,16 +44,18 @@ fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check -q "$@"; }
 
 # What the Python tests use: pip name, then the module that shows it is there. accelerate comes without
-# its dependencies, of which torch is one.
+# its dependencies, of which torch is one; lm_eval without those that only other tasks need.
 small=(filelock typing-extensions sympy networkx jinja2 fsspec numpy pytest safetensors psutil
-  'transformers>=5.17,<6' mypy==2.4.1 ruff==0.17.6 'scikit-build-core>=0.11')
+  'transformers>=5.17,<6' mypy==2.4.1 ruff==0.17.6 'scikit-build-core>=0.11'
+  'datasets>=4' sacrebleu sentencepiece requests more_itertools)
 if ! .venv/bin/python -c 'import importlib.util as u, sys
 names = "filelock typing_extensions sympy networkx jinja2 fsspec numpy pytest safetensors psutil"
 names += " transformers mypy ruff scikit_build_core accelerate"
+names += " datasets sacrebleu sentencepiece requests more_itertools lm_eval"
 sys.exit(any(u.find_spec(name) is None for name in names.split()))'; then
-  say "Installing Python packages for the tests (about 40 seconds)"
-  pip install "${small[@]}" && pip install --no-deps 'accelerate>=1.1' ||
-    die "pip could not install ${small[*]} accelerate: is PyPI reachable from here?"
+  say "Installing Python packages for the tests (about 1 minute)"
+  pip install "${small[@]}" && pip install --no-deps 'accelerate>=1.1' lm_eval==0.4.13 ||
+    die "pip could not install ${small[*]} accelerate lm_eval: is PyPI reachable from here?"
 fi
 if ! torch_works .venv/bin/python; then
   if has_cuda_toolkit; then

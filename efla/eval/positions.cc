@@ -75,17 +75,16 @@ PositionLoss position_loss(LanguageModel model, const EvalData& data, int64_t le
       const at::Tensor inputs = group.narrow(1, begin, width).to(device);
       const at::Tensor targets = group.narrow(1, begin + 1, width).to(device);
       const at::Tensor hidden = model->hidden_states(inputs, {}, &cache);
-      nll.narrow(0, first, group.size(0))
-          .narrow(1, begin, width)
-          .copy_(token_nll(hidden, model->head_weight(), targets));
+      const at::Tensor losses = token_nll(hidden, model->head_weight(), targets);
+      if (!losses.isfinite().all().item<bool>()) {
+        throw Error("the model's loss is not finite on this data; its weights are bad");
+      }
+      nll.narrow(0, first, group.size(0)).narrow(1, begin, width).copy_(losses);
       if (options.progress) {
         options.progress(first * length + (begin + width) * group.size(0),
                          result.segments * length);
       }
     }
-  }
-  if (!nll.isfinite().all().item<bool>()) {
-    throw Error("the model's loss is not finite on this data; its weights are bad");
   }
   for (PositionRange& range : result.ranges) {
     const at::Tensor means = nll.narrow(1, range.begin, range.end - range.begin).mean(1);
