@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "efla/kernels/cuda/portable/mma.cuh"
+#include "efla/kernels/cuda/portable/half_range.cuh"
 #include "efla/kernels/params.h"
 
 namespace efla::cuda {
@@ -16,9 +16,10 @@ namespace efla::cuda {
 enum ScalarRow : int {
   kEraseIn = 0,  // e_hat Gamma / |k|: multiplies K S
   kWrite,        // w |k|: multiplies V
-  kQueryGate,    // scale Gamma: multiplies Q S
+  kQueryGate,    // scale Gamma, over kQueryOut: multiplies Q S
   kKeyOut,       // exp(G_C - G) / |k|: multiplies U in the state update
-  kChunkGate,    // element 0: Gamma_C
+  kChunkGate,    // element 0: Gamma_C; 1: power of two by which A_hat is stored too small
+  kQueryOut,     // power of two by which P_hat is stored too small: multiplies (Q S + P U)
   kScalarRows
 };
 
@@ -35,8 +36,8 @@ struct ChunkArgs {
   Rule rule;
   bool qk_l2norm;
   bool vector_q, vector_k, vector_v;  // rows may be read 16 bytes at a time
-  void* inverse;                      // A_hat = (I + L_hat)^-1, [slots, HV, C, C], storage type
-  void* scores;                       // P_hat, [slots, HV, C, C], storage type
+  void* inverse;                      // A_hat = (I + L_hat)^-1, [slots, HV, C, C], Square<T>
+  void* scores;                       // P_hat, [slots, HV, C, C], Square<T>
   float* scalars;                     // [slots, HV, kScalarRows, C]
 
   // Backward only. `columns` is V rounded up to whole tiles; the matrices over it are zero beyond

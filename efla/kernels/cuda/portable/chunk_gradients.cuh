@@ -13,56 +13,9 @@
 // dK, and of [dL | dP] side by side.
 #pragma once
 
-#include "efla/kernels/cuda/portable/chunk_scalars.cuh"
+#include "efla/kernels/cuda/portable/chunk_gradients_shared.cuh"
 
 namespace efla::cuda {
-
-// Four column groups where chunks have four row groups: 16 warps of some 100 registers fill a
-// multiprocessor's register file.
-template <int kC>
-inline constexpr int kGradientThreads = kC == 64 ? 512 : 256;
-inline constexpr int kGradientColumns = 32;  // of V, at a time
-
-template <typename T, int kK, int kC>
-struct GradientShared {
-  static constexpr int kRowWarps = kC / 16;
-  static constexpr int kColumnWarps = kGradientThreads<kC> / 32 / kRowWarps;
-  static constexpr int kPitch = kK + kTilePad;
-  static constexpr int kValuePitch = kGradientColumns + kTilePad;
-  static constexpr int kPairPitch = kC + kTilePad;
-  static constexpr int kStages = sizeof(T) == 2 && kK <= 128 ? 2 : 1;  // what shared memory holds
-
-  struct Values {  // one tile of V
-    T u[kC * kValuePitch], r[kC * kValuePitch], grad_o[kC * kValuePitch], v[kC * kValuePitch];
-    T state[kGradientColumns * kPitch], grad_state[kGradientColumns * kPitch];  // transposed
-  };
-
-  T k[kC * kPitch], q[kC * kPitch];
-  Values values[kStages];
-  T symmetric[kC * kPairPitch];   // (B + B^T), columns scaled for K as stored
-  T query_side[kC * kPairPitch];  // scale (D o dP), columns scaled for K as stored
-  T key_side[kC * kPairPitch];    // scale (D o dP), rows scaled for Q as stored
-  TokenScalars<kC, Gate<T>> scalars;
-  float dot[3][kColumnWarps][kC];              // Z.k, Y.q, X.k; later q.dq, k.dk
-  float row_sum[kColumnWarps][kC];             // of this warp's share of [dL | dP]
-  float column_sum[2][kRowWarps][kC];          // of B o KK^T and of scale D o dP o QK^T
-  float state_dot[kGradientThreads<kC> / 32];  // parts of <S0, dS>
-  float write_dot[kC];                         // dR.v
-  float grad_gate[kC], out_dot[kC];            // dG; X_t
-  float z_factor[kC], x_factor[kC], y_factor[kC], k_factor[kC];
-};
-
-// Sums over the four lanes that share a row of a C fragment.
-__device__ __forceinline__ float sum_row(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-// Sums over the eight lanes that share a column.
-__device__ __forceinline__ float sum_column(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 4);
-  x += __shfl_xor_sync(0xffffffffu, x, 8);
-  return x + __shfl_xor_sync(0xffffffffu, x, 16);
-}
 
 template <typename T, int kK, int kC>
 struct GradientBlock {
@@ -174,6 +127,20 @@ struct GradientBlock {
     }
   }
 
+  // The range in which half keeps operand kSide: 0 symmetric, 1 query_side, 2 key_side. Once
+  // finish_pairs() has left `most`.
+  template <int kSide>
+  __device__ Range side_range() const {
+    if constexpr (!std::is_same_v<T, __half>) return {};
+    constexpr int kWarps = kGradientThreads<kC> / 32;  // the first half has dL, the second dP
+    const int from = kSide == 0 ? 0 : kWarps / 2;
+    float most = 0.f;
+    if (lane >= from && lane < from + kWarps / 2) {
+      most = kSide == 0 ? fmaxf(s.most[0][lane], s.most[1][lane]) : s.most[kSide == 2][lane];
+    }
+    return range_of_bits(__reduce_max_sync(0xffffffffu, __float_as_uint(most)));
+  }
+
   // From dR U^T and dO U^T to the three C x C operands, with their row and column sums.
   __device__ void finish_pairs() {
     const TokenScalars<kC, Gate<T>>& w = s.scalars;
@@ -190,7 +157,7 @@ struct GradientBlock {
         mma<T>(gram[n / 8 + 1], left, b[1]);
       }
     }
-    float rows[2] = {};
+    float rows[2] = {}, most[2] = {};
 #pragma unroll
     for (int n = 0; n < kPair / 8; ++n) {
       float columns[2] = {};
@@ -204,18 +171,16 @@ struct GradientBlock {
           const float both = m * w.query[t] * w.key_scale[i] * gram[n][j];
           rows[j / 2] += both;
           columns[j % 2] += both;
-          s.query_side[t * Shared::kPairPitch + i] = T(a.scale * m * w.key_scale[i]);
-          s.key_side[t * Shared::kPairPitch + i] = T(w.query[t] * m);
+          pair[n][j] = m;
         } else {
           const float l = -m * w.norm[t];
           const float both = l * w.key_scale[t] * w.key_scale[i] * gram[n][j];
           rows[j / 2] += both;
           columns[j % 2] += w.erase[t] * both;
-          if (i <= t) {
-            s.symmetric[t * Shared::kPairPitch + i] = T(w.erase[t] * l * w.key_scale[i]);
-            s.symmetric[i * Shared::kPairPitch + t] = T(w.erase[t] * l * w.key_scale[t]);
-          }
+          pair[n][j] = w.erase[t] * l;
         }
+        most[0] = fmaxf(most[0], fabsf(direct(i, pair[n][j])));
+        most[1] = fmaxf(most[1], fabsf(turned(t, pair[n][j])));
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -227,6 +192,43 @@ struct GradientBlock {
     for (int half = 0; half < 2; ++half) {
       const float sum = sum_row(rows[half]);
       if (lane % 4 == 0) s.row_sum[wc][row(2 * half)] = sum;
+    }
+    if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most[i]));
+        if (lane == 0) s.most[i][warp] = __uint_as_float(bits);
+      }
+      __syncthreads();
+    }
+    store_pairs();
+  }
+
+  // Element (t, i) of dL's or dP's part, as it multiplies the row of K at i; and the row at t of K
+  // or Q.
+  __device__ float direct(int i, float x) const {
+    return (scores ? a.scale : 1.f) * x * s.scalars.key_scale[i];
+  }
+  __device__ float turned(int t, float x) const {
+    return (scores ? s.scalars.query[t] : s.scalars.key_scale[t]) * x;
+  }
+
+  __device__ void store_pairs() {
+    const float lower = side_range<0>().up, query = side_range<1>().up, key = side_range<2>().up;
+#pragma unroll
+    for (int n = 0; n < kPair / 8; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int t = row(j), i = i0 + column(n, j), at = t * Shared::kPairPitch + i;
+        const float x = direct(i, pair[n][j]), y = turned(t, pair[n][j]);
+        if (scores) {
+          s.query_side[at] = T(query * x);
+          s.key_side[at] = T(key * y);
+        } else if (i <= t) {
+          s.symmetric[at] = T(lower * x);
+          s.symmetric[i * Shared::kPairPitch + t] = T(lower * y);
+        }
+      }
     }
   }
 
@@ -331,22 +333,42 @@ struct GradientBlock {
         z[n][j] = s.z_factor[t] * z[n][j] + s.x_factor[t] * x[n][j] + s.k_factor[t] * k;
       }
     }
+    add_side<0>(z, s.k);
+    add_side<1>(y, s.k);
+    add_side<2>(z, s.q);
+  }
+
+  // d += one of the three C x C operands, as its side_range() has it, times K or Q.
+  template <int kSide>
+  __device__ void add_side(float (&d)[kColumns / 8][4], const T* right) {
+    if constexpr (std::is_same_v<T, __half>) {
+      float sum[kColumns / 8][4] = {};
+      multiply_side<kSide>(sum, right);
+      const float down = side_range<kSide>().down;
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) d[n][j] += down * sum[n][j];
+      }
+    } else {
+      multiply_side<kSide>(d, right);
+    }
+  }
+
+  template <int kSide>
+  __device__ void multiply_side(float (&d)[kColumns / 8][4], const T* right) {
 #pragma unroll
     for (int t0 = 0; t0 < kC; t0 += 16) {
-      const auto symmetric = load_a(s.symmetric, Shared::kPairPitch, m0, t0);
-      const auto query_side = load_a(s.query_side, Shared::kPairPitch, m0, t0);
-      const auto key_side = load_a_transposed(s.key_side, Shared::kPairPitch, m0, t0);
+      if ((kSide == 1 && t0 > m0) || (kSide == 2 && t0 < m0)) continue;
+      const auto left =
+          kSide == 2 ? load_a_transposed(s.key_side, Shared::kPairPitch, m0, t0)
+                     : load_a(kSide == 0 ? s.symmetric : s.query_side, Shared::kPairPitch, m0, t0);
 #pragma unroll
       for (int n = 0; n < kColumns; n += 16) {
-        BFragment<T> k[2], q[2];
-        load_b(k, s.k, Shared::kPitch, t0, c0 + n);
-        load_b(q, s.q, Shared::kPitch, t0, c0 + n);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          mma<T>(z[n / 8 + j], symmetric, k[j]);
-          if (t0 <= m0) mma<T>(y[n / 8 + j], query_side, k[j]);
-          if (t0 >= m0) mma<T>(z[n / 8 + j], key_side, q[j]);
-        }
+        BFragment<T> b[2];
+        load_b(b, right, Shared::kPitch, t0, c0 + n);
+        mma<T>(d[n / 8], left, b[0]);
+        mma<T>(d[n / 8 + 1], left, b[1]);
       }
     }
   }

@@ -26,6 +26,7 @@ struct PrepareShared {
     Triangles triangles;
   };
   TokenScalars<kC, Gate<T>> scalars;
+  uint32_t most[kC / 16];  // the largest element of A_hat, by warp
 };
 
 // out = sign * a b for 16 x 16 tiles of row-major float matrices, depth a multiple of 16; one warp.
@@ -93,16 +94,35 @@ __device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1])
 }
 
 // The rows of ScalarRow, from the tokens' scalars.
-template <int kC, typename G>
+template <typename T, int kC, typename G>
 __device__ void write_scalar_rows(const TokenScalars<kC, G>& s, float* rows) {
   const int t = threadIdx.x;
   if (t >= kC) return;
   const float gamma = exp_gate(s.cumulative[t]);
   rows[kEraseIn * kC + t] = s.erase[t] * s.norm[t] * s.key_scale[t] * gamma;
   rows[kWrite * kC + t] = s.write[t] * s.norm[t];
-  rows[kQueryGate * kC + t] = s.query[t] * gamma;
+  const Range range = range_of<Square<T>>(s.query_norm[t]);
+  rows[kQueryGate * kC + t] = s.query[t] * range.up * gamma;
+  rows[kQueryOut * kC + t] = range.down;
   rows[kKeyOut * kC + t] = exp_gate(s.total - s.cumulative[t]) * s.inverse_norm[t];
   if (t == 0) rows[kChunkGate * kC] = exp_gate(s.total);
+}
+
+// A_hat is stored as it is unless it leaves half's range, as it does where a rule's steps expand
+// the state. Called by the whole block.
+template <typename T, int kK, int kC>
+__device__ Range inverse_range(PrepareShared<T, kK, kC>& s) {
+  if constexpr (sizeof(T) == 4) return {};
+  float most = 0.f;
+  for (int i = threadIdx.x; i < kC * kC; i += blockDim.x) {
+    most = fmaxf(most, fabsf(s.triangles.inverse[i / kC][i % kC]));
+  }
+  const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+  if (threadIdx.x % 32 == 0) s.most[threadIdx.x / 32] = bits;
+  __syncthreads();
+  uint32_t largest = 0;
+  for (uint32_t part : s.most) largest = max(largest, part);
+  return range_of_bits(largest, 0);
 }
 
 template <typename T, int kK, int kC>
@@ -126,7 +146,7 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
   const int64_t place = slot * a.value_heads + hv;
   const TokenScalars<kC, Gate<T>>& x = s.scalars;
   make_scalars<T, kK, kC>(a, chunk, hv, s.tiles.k, s.tiles.q, s.scalars);
-  write_scalar_rows(x, a.scalars + place * kScalarRows * kC);
+  write_scalar_rows<T>(x, a.scalars + place * kScalarRows * kC);
 
   const int lane = threadIdx.x % 32, m0 = threadIdx.x / 32 * 16;
   float kk[kC / 8][4] = {}, qk[kC / 8][4] = {};
@@ -149,19 +169,21 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
 
   __syncthreads();
   auto& triangles = s.triangles;
-  T* scores = static_cast<T*>(a.scores) + place * kC * kC;
+  using S = Square<T>;
+  S* scores = static_cast<S*>(a.scores) + place * kC * kC;
 #pragma unroll
   for (int n = 0; n < kC / 8; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int t = m0 + lane / 4 + 8 * half;
+      const float query = x.query[t] * range_of<S>(x.query_norm[t]).up;
       float p[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int i = n * 8 + lane % 4 * 2 + j;
         const float key =
             i <= t ? exp_gate(x.cumulative[t] - x.cumulative[i]) * x.inverse_norm[i] : 0.f;
-        p[j] = x.query[t] * qk[n][2 * half + j] * key;
+        p[j] = query * qk[n][2 * half + j] * key;
         triangles.lower[t][i] =
             i < t ? x.erase[t] * x.norm[t] * x.key_scale[t] * kk[n][2 * half + j] * key : 0.f;
       }
@@ -170,10 +192,12 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
   }
   __syncthreads();
   invert<kC>(triangles.lower, triangles.inverse);
-  T* inverse = static_cast<T*>(a.inverse) + place * kC * kC;
+  const Range range = inverse_range(s);
+  if (threadIdx.x == 0) a.scalars[(place * kScalarRows + kChunkGate) * kC + 1] = range.down;
+  S* inverse = static_cast<S*>(a.inverse) + place * kC * kC;
   for (int i = 2 * threadIdx.x; i < kC * kC; i += 2 * blockDim.x) {
-    store_pair(inverse + i, triangles.inverse[i / kC][i % kC],
-               triangles.inverse[i / kC][i % kC + 1]);
+    store_pair(inverse + i, range.up * triangles.inverse[i / kC][i % kC],
+               range.up * triangles.inverse[i / kC][i % kC + 1]);
   }
 }
 

@@ -24,9 +24,10 @@ __device__ void load_reverse_stage(const ChunkArgs& a, ScanStage<T, kK, kC, kWar
       s.v, s.kValuePitch, element<T>(a.grad_o, row, begin, hv) + column0, a.grad_o.token, tokens,
       a.value_dim - column0, a.vector_grad_o);
   const int64_t place = slot * a.value_heads + hv;
-  load_tile<kC, kC>(s.inverse, kC + kTilePad, static_cast<const T*>(a.inverse) + place * kC * kC,
+  using S = Square<T>;
+  load_tile<kC, kC>(s.inverse, kC + kTilePad, static_cast<const S*>(a.inverse) + place * kC * kC,
                     kC, kC, kC, true);
-  load_tile<kC, kC>(s.scores, kC + kTilePad, static_cast<const T*>(a.scores) + place * kC * kC, kC,
+  load_tile<kC, kC>(s.scores, kC + kTilePad, static_cast<const S*>(a.scores) + place * kC * kC, kC,
                     kC, kC, true);
   load_tile<kScalarRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC, kScalarRows,
                              kC, true);
@@ -35,20 +36,23 @@ __device__ void load_reverse_stage(const ChunkArgs& a, ScanStage<T, kK, kC, kWar
 
 // C[16, kC] += X^T Y for a lower-triangular Y [kC, kC] in shared memory: column i needs rows t >=
 // i.
-template <typename T, int kC>
+template <typename S, int kC>
 __device__ __forceinline__ void multiply_upper(float (&c)[kC / 8][4], const float (&x)[kC / 8][4],
-                                               const T* y) {
+                                               const S* y) {
+  const Range range = range_of<S>(x, c);
+  multiply_by(c, range.up);
 #pragma unroll
   for (int t0 = 0; t0 < kC; t0 += 16) {
-    const auto a = as_a<T>(x[t0 / 8], x[t0 / 8 + 1]);
+    const auto a = as_a<S>(x[t0 / 8], x[t0 / 8 + 1], range.up);
 #pragma unroll
     for (int i0 = 0; i0 <= t0; i0 += 16) {
-      BFragment<T> b[2];
+      BFragment<S> b[2];
       load_b(b, y, kC + kTilePad, t0, i0);
-      mma<T>(c[i0 / 8], a, b[0]);
-      mma<T>(c[i0 / 8 + 1], a, b[1]);
+      mma<S>(c[i0 / 8], a, b[0]);
+      mma<S>(c[i0 / 8 + 1], a, b[1]);
     }
   }
+  multiply_by(c, range.down);
 }
 
 // One chunk of one warp. Leaves dR in the warp's columns of the tile s.v.
@@ -60,9 +64,10 @@ __device__ __forceinline__ void reverse_chunk(float (&state)[kK / 8][4],
   const int column = threadIdx.x / 32 * 16 + lane / 4;
 
   float u[kC / 8][4] = {}, grad_o[kC / 8][4];
+  const Range range = range_of<T>(state);
 #pragma unroll
   for (int k0 = 0; k0 < kK; k0 += 16) {
-    const auto a = as_a<T>(state[k0 / 8], state[k0 / 8 + 1]);
+    const auto a = as_a<T>(state[k0 / 8], state[k0 / 8 + 1], range.up);
 #pragma unroll
     for (int n0 = 0; n0 < kC; n0 += 16) {
       BFragment<T> b[2];
@@ -76,13 +81,15 @@ __device__ __forceinline__ void reverse_chunk(float (&state)[kK / 8][4],
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int t = n * 8 + t4 + j % 2;
-      u[n][j] *= s.scalars[kKeyOut * kC + t];
-      grad_o[n][j] = static_cast<float>(s.v[t * kValuePitch + column + j / 2 * 8]);
+      u[n][j] *= range.down * s.scalars[kKeyOut * kC + t];
+      const float x = static_cast<float>(s.v[t * kValuePitch + column + j / 2 * 8]);
+      grad_o[n][j] = s.scalars[kQueryOut * kC + t] * x;
     }
   }
-  multiply_upper<T, kC>(u, grad_o, s.scores);
+  multiply_upper<Square<T>, kC>(u, grad_o, s.scores);
   float r[kC / 8][4] = {};
-  multiply_upper<T, kC>(r, u, s.inverse);
+  multiply_upper<Square<T>, kC>(r, u, s.inverse);
+  multiply_by(r, inverse_unit(s));
 #pragma unroll
   for (int n = 0; n < kC / 8; ++n) {
 #pragma unroll
@@ -93,14 +100,8 @@ __device__ __forceinline__ void reverse_chunk(float (&state)[kK / 8][4],
       r[n][j] *= -s.scalars[kEraseIn * kC + t];
     }
   }
-  const float gamma = s.scalars[kChunkGate * kC];
-#pragma unroll
-  for (int n = 0; n < kK / 8; ++n) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) state[n][j] *= gamma;
-  }
-  add_product<T, kK, kC>(state, grad_o, s.q);
-  add_product<T, kK, kC>(state, r, s.k);
+  add_product<T, kK, kC>(state, s.scalars[kChunkGate * kC], grad_o, s.q);
+  add_product<T, kK, kC>(state, 1.f, r, s.k);
 }
 
 template <typename T, int kK, int kC, int kWarps>

@@ -28,6 +28,7 @@ struct TokenScalars {
   float inverse_norm[kC];  // k_hat / k
   float norm[kC];          // |k| after the optional l2 normalisation (1 for a zero key)
   float query[kC];         // scale, times 1 / |q| of the optional l2 normalisation
+  float query_norm[kC];    // |query q|, a bound of P_hat's row
   float erase[kC];         // e
   float write[kC];         // w
   float log_gate[kC];
@@ -58,6 +59,7 @@ __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, con
     if (lane == 0) {
       s.key_scale[r] = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
       s.query[r] = a.scale * (a.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.f);
+      s.query_norm[r] = fabsf(s.query[r]) * sqrtf(qq);
       s.lambda[r] = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
       s.norm[r] = kk > 0.f ? sqrtf(s.lambda[r]) : 1.f;
       s.inverse_norm[r] = kk > 0.f ? rsqrtf(kk) : s.key_scale[r];

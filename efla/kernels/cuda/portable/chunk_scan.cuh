@@ -7,8 +7,9 @@
 //   O^T = gate_q (S^T Q^T) + U^T P_hat^T
 //   S^T = Gamma_C S^T + (gate_k U^T) K
 //
-// with the per-token scalars of ScalarRow along the columns. The next chunk's tiles are copied
-// while this one is computed.
+// with the per-token scalars of ScalarRow along the columns. Half operands are scaled
+// (half_range.cuh); the products with A_hat and P_hat are in half for bfloat16 too. The next
+// chunk's tiles are copied while this one is computed.
 #pragma once
 
 #include "efla/kernels/cuda/portable/chunk_common.cuh"
@@ -26,8 +27,8 @@ struct ScanStage {
   T k[kC * (kK + kTilePad)];
   T q[kC * (kK + kTilePad)];
   T v[kC * kValuePitch];  // later o
-  T inverse[kC * (kC + kTilePad)];
-  T scores[kC * (kC + kTilePad)];
+  Square<T> inverse[kC * (kC + kTilePad)];
+  Square<T> scores[kC * (kC + kTilePad)];
   float scalars[kScalarRows * kC];
 };
 
@@ -44,10 +45,11 @@ __device__ void load_stage(const ChunkArgs& a, ScanStage<T, kK, kC, kWarps>& s, 
   load_tile<kC, kScanColumns<kWarps>>(s.v, s.kValuePitch, element<T>(a.v, row, begin, hv) + column0,
                                       a.v.token, tokens, a.value_dim - column0, a.vector_v);
   const int64_t place = slot * a.value_heads + hv;
-  load_tile<kC, kC>(s.inverse, kC + kTilePad, static_cast<const T*>(a.inverse) + place * kC * kC,
+  using S = Square<T>;
+  load_tile<kC, kC>(s.inverse, kC + kTilePad, static_cast<const S*>(a.inverse) + place * kC * kC,
                     kC, kC, kC, true);
   if constexpr (!kKeep) {
-    load_tile<kC, kC>(s.scores, kC + kTilePad, static_cast<const T*>(a.scores) + place * kC * kC,
+    load_tile<kC, kC>(s.scores, kC + kTilePad, static_cast<const S*>(a.scores) + place * kC * kC,
                       kC, kC, kC, true);
   }
   load_tile<kScalarRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC, kScalarRows,
@@ -57,29 +59,35 @@ __device__ void load_stage(const ChunkArgs& a, ScanStage<T, kK, kC, kWarps>& s, 
 
 // C[16, kC] += X^T Y^T for a lower-triangular Y [kC, kC] in shared memory: column t needs rows
 // i <= t of X only.
-template <typename T, int kC>
+template <typename S, int kC>
 __device__ __forceinline__ void multiply_lower(float (&c)[kC / 8][4], const float (&x)[kC / 8][4],
-                                               const T* y) {
+                                               const S* y) {
+  const Range range = range_of<S>(x, c);
+  multiply_by(c, range.up);
 #pragma unroll
   for (int i0 = 0; i0 < kC; i0 += 16) {
-    const auto a = as_a<T>(x[i0 / 8], x[i0 / 8 + 1]);
+    const auto a = as_a<S>(x[i0 / 8], x[i0 / 8 + 1], range.up);
 #pragma unroll
     for (int t0 = i0; t0 < kC; t0 += 16) {
-      BFragment<T> b[2];
+      BFragment<S> b[2];
       load_b_transposed(b, y, kC + kTilePad, i0, t0);
-      mma<T>(c[t0 / 8], a, b[0]);
-      mma<T>(c[t0 / 8 + 1], a, b[1]);
+      mma<S>(c[t0 / 8], a, b[0]);
+      mma<S>(c[t0 / 8 + 1], a, b[1]);
     }
   }
+  multiply_by(c, range.down);
 }
 
-// state[16, kK] += X^T Y for X^T [16, kC] in registers and Y [kC, kK] in shared memory.
+// state[16, kK] = gamma state + X^T Y for X^T [16, kC] in registers and Y [kC, kK] in shared
+// memory.
 template <typename T, int kK, int kC>
-__device__ __forceinline__ void add_product(float (&state)[kK / 8][4], const float (&x)[kC / 8][4],
-                                            const T* y) {
+__device__ __forceinline__ void add_product(float (&state)[kK / 8][4], float gamma,
+                                            const float (&x)[kC / 8][4], const T* y) {
+  const Range range = range_of<T>(x, state);
+  multiply_by(state, gamma * range.up);
 #pragma unroll
   for (int i0 = 0; i0 < kC; i0 += 16) {
-    const auto a = as_a<T>(x[i0 / 8], x[i0 / 8 + 1]);
+    const auto a = as_a<T>(x[i0 / 8], x[i0 / 8 + 1], range.up);
 #pragma unroll
     for (int n0 = 0; n0 < kK; n0 += 16) {
       BFragment<T> b[2];
@@ -88,6 +96,13 @@ __device__ __forceinline__ void add_product(float (&state)[kK / 8][4], const flo
       mma<T>(state[n0 / 8 + 1], a, b[1]);
     }
   }
+  multiply_by(state, range.down);
+}
+
+// What A_hat as stored must be multiplied by.
+template <typename T, int kK, int kC, int kWarps>
+__device__ __forceinline__ float inverse_unit(const ScanStage<T, kK, kC, kWarps>& s) {
+  return sizeof(T) == 4 ? 1.f : s.scalars[kChunkGate * kC + 1];
 }
 
 // One chunk of one warp. Leaves O, or with kKeep U, in the warp's columns of the tile s.v.
@@ -99,9 +114,10 @@ __device__ __forceinline__ void scan_chunk(float (&state)[kK / 8][4],
   const int column = threadIdx.x / 32 * 16 + lane / 4;  // of V, within the tile; and 8 further on
 
   float r[kC / 8][4] = {}, o[kC / 8][4] = {};
+  const Range range = range_of<T>(state);
 #pragma unroll
   for (int k0 = 0; k0 < kK; k0 += 16) {
-    const auto a = as_a<T>(state[k0 / 8], state[k0 / 8 + 1]);
+    const auto a = as_a<T>(state[k0 / 8], state[k0 / 8 + 1], range.up);
 #pragma unroll
     for (int n0 = 0; n0 < kC; n0 += 16) {
       BFragment<T> b[2];
@@ -121,30 +137,27 @@ __device__ __forceinline__ void scan_chunk(float (&state)[kK / 8][4],
     for (int j = 0; j < 4; ++j) {
       const int t = n * 8 + t4 + j % 2;
       const float v = static_cast<float>(s.v[t * kValuePitch + column + j / 2 * 8]);
-      r[n][j] = s.scalars[kWrite * kC + t] * v - s.scalars[kEraseIn * kC + t] * r[n][j];
-      o[n][j] *= s.scalars[kQueryGate * kC + t];
+      const float recalled = range.down * r[n][j];
+      r[n][j] = s.scalars[kWrite * kC + t] * v - s.scalars[kEraseIn * kC + t] * recalled;
+      o[n][j] *= range.down * s.scalars[kQueryGate * kC + t];
     }
   }
   float u[kC / 8][4] = {};
-  multiply_lower<T, kC>(u, r, s.inverse);
-  if constexpr (!kKeep) multiply_lower<T, kC>(o, u, s.scores);
+  multiply_lower<Square<T>, kC>(u, r, s.inverse);
+  multiply_by(u, inverse_unit(s));
+  if constexpr (!kKeep) multiply_lower<Square<T>, kC>(o, u, s.scores);
     // Each warp reads and writes its own 16 columns of the tile only.
 #pragma unroll
   for (int n = 0; n < kC / 8; ++n) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int t = n * 8 + t4 + j % 2;
-      s.v[t * kValuePitch + column + j / 2 * 8] = T(kKeep ? u[n][j] : o[n][j]);
+      const float out = kKeep ? u[n][j] : s.scalars[kQueryOut * kC + t] * o[n][j];
+      s.v[t * kValuePitch + column + j / 2 * 8] = T(out);
       u[n][j] *= s.scalars[kKeyOut * kC + t];
     }
   }
-  const float gamma = s.scalars[kChunkGate * kC];
-#pragma unroll
-  for (int n = 0; n < kK / 8; ++n) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) state[n][j] *= gamma;
-  }
-  add_product<T, kK, kC>(state, u, s.k);
+  add_product<T, kK, kC>(state, s.scalars[kChunkGate * kC], u, s.k);
 }
 
 // Writes the warp's 16 columns of a tile, `rows` x up to `columns`, to global memory.

@@ -1,0 +1,56 @@
+// What a block of chunk_gradients.cuh keeps in shared memory.
+#pragma once
+
+#include "efla/kernels/cuda/portable/chunk_scalars.cuh"
+
+namespace efla::cuda {
+
+// Four column groups where chunks have four row groups: 16 warps of some 100 registers fill a
+// multiprocessor's register file.
+template <int kC>
+inline constexpr int kGradientThreads = kC == 64 ? 512 : 256;
+inline constexpr int kGradientColumns = 32;  // of V, at a time
+
+template <typename T, int kK, int kC>
+struct GradientShared {
+  static constexpr int kRowWarps = kC / 16;
+  static constexpr int kColumnWarps = kGradientThreads<kC> / 32 / kRowWarps;
+  static constexpr int kPitch = kK + kTilePad;
+  static constexpr int kValuePitch = kGradientColumns + kTilePad;
+  static constexpr int kPairPitch = kC + kTilePad;
+  static constexpr int kStages = sizeof(T) == 2 && kK <= 128 ? 2 : 1;  // what shared memory holds
+
+  struct Values {  // one tile of V
+    T u[kC * kValuePitch], r[kC * kValuePitch], grad_o[kC * kValuePitch], v[kC * kValuePitch];
+    T state[kGradientColumns * kPitch], grad_state[kGradientColumns * kPitch];  // transposed
+  };
+
+  T k[kC * kPitch], q[kC * kPitch];
+  Values values[kStages];
+  T symmetric[kC * kPairPitch];              // (B + B^T), columns scaled for K as stored
+  T query_side[kC * kPairPitch];             // scale (D o dP), columns scaled for K as stored
+  T key_side[kC * kPairPitch];               // scale (D o dP), rows scaled for Q as stored
+  float most[2][kGradientThreads<kC> / 32];  // the largest elements of the three, by warp
+  TokenScalars<kC, Gate<T>> scalars;
+  float dot[3][kColumnWarps][kC];              // Z.k, Y.q, X.k; later q.dq, k.dk
+  float row_sum[kColumnWarps][kC];             // of this warp's share of [dL | dP]
+  float column_sum[2][kRowWarps][kC];          // of B o KK^T and of scale D o dP o QK^T
+  float state_dot[kGradientThreads<kC> / 32];  // parts of <S0, dS>
+  float write_dot[kC];                         // dR.v
+  float grad_gate[kC], out_dot[kC];            // dG; X_t
+  float z_factor[kC], x_factor[kC], y_factor[kC], k_factor[kC];
+};
+
+// Sums over the four lanes that share a row of a C fragment.
+__device__ __forceinline__ float sum_row(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+// Sums over the eight lanes that share a column.
+__device__ __forceinline__ float sum_column(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 4);
+  x += __shfl_xor_sync(0xffffffffu, x, 8);
+  return x + __shfl_xor_sync(0xffffffffu, x, 16);
+}
+
+}  // namespace efla::cuda
