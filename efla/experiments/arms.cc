@@ -15,7 +15,7 @@ constexpr Arm kArms[] = {
     {"rk2", "RK-2", Rule::kRk2, false, false, Decay::kNone},
     {"rk4", "RK-4", Rule::kRk4, false, false, Decay::kNone},
     {"euler_raw", "Euler, raw keys", Rule::kEuler, false, false, Decay::kNone},
-    {"deltanet_scaled", "DeltaNet, v/|k|", Rule::kEuler, true, true, Decay::kNone},
+    {"deltanet_scaled", "DeltaNet, scaled values", Rule::kEuler, true, true, Decay::kNone},
     {"efla_unit", "EFLA, unit keys", Rule::kExact, true, false, Decay::kNone},
     {"gated_efla", "Gated EFLA", Rule::kExact, false, false, Decay::kForgetGate},
     {"gated_deltanet", "Gated DeltaNet", Rule::kEuler, true, false, Decay::kForgetGate},

@@ -31,7 +31,7 @@ struct FlowPoint {
 
 /// Runs the three parts, all with random key directions, normal values and beta = 1:
 ///   error   |S - S_fine| / |S_fine| after `tokens` tokens of beta |k|^2 = x, x from 0.01 to 100
-///   norm    |S_t| after each token t of a stiff sequence: x alternates between 0.25 and 3
+///   norm    |S_t| after each token t of a stiff sequence: x alternates between 0.25 and 5
 ///   recall  mean of |S^T k - v|^2 / |v|^2 over `pairs` stored pairs of x = 1, after `noise` tokens
 ///   of
 ///           other pairs whose keys have x from 0.01 to 100

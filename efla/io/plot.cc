@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <iterator>
@@ -48,9 +49,16 @@ std::string data_block(const std::string& name, const Curve& curve) {
 constexpr const char* kColours[] = {"#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd",
                                     "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f"};
 
-std::string line_style(const Curve& curve, size_t index) {
-  if (curve.dashed) return "linewidth 2 dashtype 2 linecolor rgb \"black\"";
-  return fmt::format("linewidth 2 linecolor rgb \"{}\"", kColours[index % std::size(kColours)]);
+// What follows the data of a curve in gnuplot's plot command.
+std::string curve_style(const Curve& curve, size_t index) {
+  if (!curve.dotted) {
+    return fmt::format("using 1:2 with lines linewidth 2 linecolor rgb \"{}\"",
+                       kColours[index % std::size(kColours)]);
+  }
+  constexpr size_t kDots = 16;  // about
+  return fmt::format(
+      "using 1:2 every {} with points pointtype 7 pointsize 0.7 linecolor rgb \"black\"",
+      std::max<size_t>(1, curve.points.size() / kDots));
 }
 
 // The commands that draw one plot whose data blocks are called PREFIX0, PREFIX1, ...
@@ -73,8 +81,8 @@ std::string plot_commands(const std::string& prefix, const Plot& plot) {
           "notitle, ",
           data, kColours[i % std::size(kColours)]);
     }
-    lines += fmt::format("{}{} using 1:2 with lines {} title {}", i == 0 ? "" : ", ", data,
-                         line_style(curve, i), quoted(curve.title));
+    lines += fmt::format("{}{} {} title {}", i == 0 ? "" : ", ", data, curve_style(curve, i),
+                         quoted(curve.title));
   }
   return commands + "plot " + bands + lines + "\n";
 }

@@ -12,7 +12,7 @@ struct Curve {
   std::string title;
   std::vector<std::pair<double, double>> points;  ///< not-finite points leave a gap
   std::vector<double> spread = {};  ///< half the height of the band around each point; or empty
-  bool dashed = false;              ///< drawn in black dashes, for what others are measured by
+  bool dotted = false;              ///< drawn as black dots, over lines that may coincide
 };
 
 struct Plot {

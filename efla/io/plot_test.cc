@@ -42,14 +42,14 @@ TEST(Plot, DrawsBandsAndSeveralPlotsBesideEachOther) {
   const TempFolder folder;
   Plot first = sample(), second = sample();
   first.curves[1] = {"banded", {{1, 2.0}, {2, 3.0}}, {0.25, 0.5}};
-  first.curves[0].dashed = true;
+  first.curves[0].dotted = true;
   first.log_y = false;
   first.y_high = 4;
   ASSERT_TRUE(draw_plots(folder / "both.png", {first, {"empty", "x", "y", {}}, second}));
   const std::string script = slurp(folder / "both.gp");
   EXPECT_MENTIONS(script, "\n1 2 1.75 2.25\n2 3 2.5 3.5\n");
   EXPECT_MENTIONS(script, "set yrange [0:4]");
-  EXPECT_MENTIONS(script, "dashtype 2");
+  EXPECT_MENTIONS(script, "pointtype 7");
   EXPECT_MENTIONS(script, "layout 1,2");  // the empty one is left out
   EXPECT_EQ(slurp(folder / "both.png").substr(1, 3), "PNG");
 }
