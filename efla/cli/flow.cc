@@ -7,6 +7,7 @@
 #include "efla/cli/commands.h"
 #include "efla/cli/common.h"
 #include "efla/experiments/flow_study.h"
+#include "efla/io/atomic_file.h"
 
 namespace efla::cli {
 namespace {
@@ -17,6 +18,7 @@ struct FlowArguments {
 };
 
 void run(const FlowArguments& arguments) {
+  make_folder(arguments.out);  // what cannot be written is said before the work
   const std::vector<FlowPoint> points = run_flow_study(arguments.options);
   const bool drawn = write_flow_study(arguments.out, points);
   print_text(flow_table(points));

@@ -17,21 +17,21 @@
 namespace efla {
 namespace {
 
-constexpr int64_t kStepsBetweenReports = 16;
-
 class PlainRunner : public StepRunner {
  public:
   void run(const std::function<void()>& step, int64_t count,
            const std::function<bool(int64_t)>& go_on) override {
     for (int64_t done = 1; done <= count; ++done) {
       step();
-      const bool report = done % kStepsBetweenReports == 0 || done == count;
-      if (report && !go_on(done)) return;
+      if (!go_on(done)) return;
     }
   }
 };
 
 #ifdef EFLA_CUDA
+
+// A report waits for the device; the others are queued behind each other.
+constexpr int64_t kStepsBetweenReports = 16;
 
 // Steps before the capture: libraries make their handles and workspaces in them.
 constexpr int64_t kWarmUpSteps = 3;
