@@ -36,9 +36,10 @@ constexpr int64_t kStepsBetweenReports = 16;
 // Steps before the capture: libraries make their handles and workspaces in them.
 constexpr int64_t kWarmUpSteps = 3;
 
-// One thread at a time warms up and captures. Captures forbid calls that other threads need
-// (allocation), so they are of the mode that concerns their own thread alone, and autograd runs all
-// backward passes of a device in one thread.
+// One thread at a time warms up, captures and lets go of graphs: torch keeps a list of the graphs
+// of its generator without a lock, and autograd runs all backward passes of a device in one thread.
+// The captures are of the mode that forbids unsafe calls to their own thread alone, because other
+// threads allocate meanwhile.
 std::mutex& capture_mutex() {
   static std::mutex mutex;
   return mutex;
@@ -52,10 +53,12 @@ class CudaRunner : public StepRunner {
         graphs_(graphs) {}
 
   ~CudaRunner() override {
+    const std::lock_guard<std::mutex> lock(capture_mutex());
     try {
       guard_.current_stream().synchronize();
     } catch (const c10::Error&) {  // a broken device has been reported by whoever used it
     }
+    graph_.reset();
   }
   CudaRunner(const CudaRunner&) = delete;
   CudaRunner& operator=(const CudaRunner&) = delete;
