@@ -361,7 +361,7 @@ def test_fla_signatures():
     assert torch.equal(o, o_ref) and torch.equal(final, final_ref)
     o, _ = efla.chunk_delta_rule(q, k, v, beta, cu_seqlens=torch.tensor([0, 19]), rule="exact")
     assert torch.equal(o, efla.chunk(q, k, v, beta, cu_seqlens=torch.tensor([0, 19]))[0])
-    with pytest.raises(TypeError, match="head_first"):
+    with pytest.raises(ValueError, match="head_first"):
         efla.chunk_delta_rule(q, k, v, beta, head_first=True)
-    with pytest.raises(TypeError, match="use_gate_in_kernel"):
+    with pytest.raises(ValueError, match="use_gate_in_kernel"):
         efla.chunk_gated_delta_rule(q, k, v, g, beta, use_gate_in_kernel=True)

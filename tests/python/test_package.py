@@ -102,6 +102,7 @@ def test_the_wheel_runs_the_readme(wheel):
 @installed("scikit_build_core")
 def test_the_backend_finds_torch_or_asks_for_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "python" / "build_backend"))
+    monkeypatch.chdir(ROOT)  # where a frontend calls it
     import efla_build
 
     assert efla_build.find_torch() == Path(torch.__file__).parent
