@@ -202,6 +202,22 @@ def test_extremes(change, rules, dtypes, dim):
     assert not bad, "\n".join(bad)
 
 
+def test_steps_that_expand_the_state():
+    """beta |k|^2 = 2.6 again and again on one key: the entries of (I + L)^-1 grow as 1.6^t, beyond what
+    half holds, in which the portable kernels keep them."""
+
+    def expand(x):
+        identical_keys(x)
+        x["beta"] = 2.6 + 0 * x["beta"]
+
+    case = problem(
+        torch.bfloat16, batch=1, tokens=40, heads=1, key_dim=96, value_dim=96, change=expand
+    )
+    for op in (efla.chunk, efla.recurrent):
+        # The last few tokens are all that counts.
+        check(op, case, torch.bfloat16, where="expanding steps", slack=2.0, rule="euler")
+
+
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize("rule,decay", [("exact", False), ("exact_log", True)])
 def test_a_long_sequence(dtype, rule, decay):
