@@ -7,7 +7,8 @@
 //   dK = (B + B^T) K - e Gamma Z + scale (D o dP)^T Q + gate_k X + 2 k dlambda,   B = e (dL o D)
 //
 // and the scalars' gradients from row and column sums of the same matrices. U and dR are stored for
-// normalised keys: U_hat = |k| U, dR_hat = dR / |k|.
+// normalised keys: U_hat = |k| U, dR_hat = dR / |k|. Half keeps the three C x C operands scaled
+// (half_range.cuh).
 //
 // Warp (wr, wc) owns 16 rows (tokens) and 1 / kColumnWarps of the columns: of K for Z, Y, X, dQ,
 // dK, and of [dL | dP] side by side.
