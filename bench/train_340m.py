@@ -175,8 +175,9 @@ def markdown(report):
         f"First step, same weights: the losses differ by {abs(theirs[0] - ours[0]):.1e}, all gradients "
         f"together by {runs['efla']['gradient_error']:.1e} relative RMS, the worst tensor by {worst:.1e} "
         f"({where}).",
-        f"Over the second half of the steps the losses differ by {mean([ours[s] - theirs[s] for s in last]):+.4f} "
-        f"on average and by {max(abs(ours[s] - theirs[s]) for s in last):.4f} at most.",
+        f"Over the second half of the steps the losses differ by "
+        f"{mean([ours[s] - theirs[s] for s in last]):+.4f} on average and by "
+        f"{max(abs(ours[s] - theirs[s]) for s in last):.4f} at most.",
         f"Until the first gradient (compiling and tuning included): fla "
         f"{runs['fla']['seconds_to_first_gradient']:.0f} s, ours after it "
         f"{runs['efla']['seconds_to_first_gradient']:.0f} s.",
@@ -198,9 +199,8 @@ def main():
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 
-    import fla
-
     import efla
+    import fla
 
     config = make_config(args)
     batches, available = make_batches(args)
