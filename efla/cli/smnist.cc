@@ -51,7 +51,7 @@ void apply_quick(const CLI::App& command, Arguments& a) {
   set("--learning-rates", a.rates, std::vector<double>{3e-3});
   set("--seeds", a.seeds, 2);
   set("--shrink", a.shrink, 2);
-  set("--steps", a.steps, 200);
+  if (command.count("--epochs") == 0) set("--steps", a.steps, 200);
   set("--test-images", a.test_images, 1000);
   a.setting.intensity = {1, 2, 4, 6, 8, 10};
   a.setting.noise = a.setting.dropout = {0, .2, .4, .6, .8, 1};

@@ -13,7 +13,7 @@ CapturableAdamW::CapturableAdamW(std::vector<at::Tensor> parameters, const Optio
   counts_.assign(parameters_.size(), count_);
 }
 
-void CapturableAdamW::step(std::vector<at::Tensor> gradients) {
+void CapturableAdamW::step(const std::vector<at::Tensor>& gradients) {
   const torch::NoGradGuard no_grad;
   // As torch's clip_grad_norm_.
   const at::Tensor norm = at::stack(at::_foreach_norm(gradients)).norm();

@@ -17,9 +17,10 @@ namespace fs = std::filesystem;
 
 // Plain or compressed, whichever is there.
 fs::path find_file(const fs::path& folder, const std::string& name) {
-  const fs::path plain = folder / name, compressed = folder / (name + ".gz");
-  if (path_exists(plain)) return plain;
-  if (path_exists(compressed)) return compressed;
+  for (const std::string& candidate : {name, name + ".gz"}) {
+    fs::path path = folder / candidate;
+    if (path_exists(path)) return path;
+  }
   throw Error(
       fmt::format("{} holds neither {} nor {}.gz; give a folder with MNIST's four IDX files with "
                   "--data",

@@ -48,7 +48,7 @@ SequenceClassifier::SequenceClassifier(const Arm& arm, const ClassifierShape& sh
   add_decays(random);  // last, so that the arms share all draws before
 }
 
-at::Tensor SequenceClassifier::add(at::Tensor values) {
+at::Tensor SequenceClassifier::add(const at::Tensor& values) {
   parameters_.push_back(values.to(options_).requires_grad_(true));
   return parameters_.back();
 }

@@ -56,7 +56,7 @@ class SequenceClassifier {
   bool deep() const { return shape_.layers > 1; }
   void add_shared(at::Generator& random);
   void add_decays(at::Generator& random);
-  at::Tensor add(at::Tensor values);
+  at::Tensor add(const at::Tensor& values);
   Streams streams(const Layer& layer, const at::Tensor& h) const;
   at::Tensor read_last(const Layer& layer, const at::Tensor& h) const;
   at::Tensor block(const Layer& layer, const at::Tensor& x) const;

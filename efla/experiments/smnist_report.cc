@@ -131,7 +131,7 @@ std::string rate_table(const Results& results, const std::string& title, const a
       for (const Run* run : results.of(arm->name, rate)) diverged += std::isinf(run->loss) ? 1 : 0;
       text += diverged > 0 ? fmt::format(" ({} diverged) |", diverged) : " |";
     }
-    text += "\n";
+    text += '\n';
   }
   return text + "\n";
 }
@@ -156,7 +156,7 @@ std::string best_table(const Results& results) {
                             return run.corrupted(suite);
                           })));
     }
-    text += "\n";
+    text += '\n';
   }
   return text + "\n";
 }
