@@ -179,7 +179,7 @@ def test_generate_with_left_padding(name):
         again = model.generate(ids[row : row + 1, start:], use_cache=False, **options)
         assert torch.equal(again, alone)
     beams = model.generate(ids, attention_mask=mask, num_beams=3, **options)
-    alone = model.generate(ids[:1, 4:], num_beams=3, **options)
+    alone = model.generate(ids[:1, 4:], num_beams=3, use_cache=False, **options)
     assert torch.equal(beams[:1, 4:], alone)
     torch.manual_seed(0)
     sampled = model.generate(ids, attention_mask=mask, **{**options, "do_sample": True})
@@ -237,6 +237,7 @@ def test_gradient_checkpointing_and_compile():
         model(ids, labels=ids).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
+    assert model(ids, use_cache=True).past_key_values is None  # a block would advance it twice
     model.gradient_checkpointing_disable()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

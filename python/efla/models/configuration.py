@@ -1,6 +1,5 @@
 """Configurations: the fields of a model folder's config.json (docs/models.md), names and defaults."""
 
-import inspect
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -146,14 +145,6 @@ class EflaConfig(PreTrainedConfig):
         family = _family(config_dict, cls.model_type)
         return super(EflaConfig, family).from_dict(config_dict, **kwargs)
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What is written to config.json: all fields of the model, so that no reader needs to know
-        the defaults, and what differs from transformers' own."""
-        everything = self.to_dict()
-        found: dict[str, Any] = super().to_diff_dict()
-        found.update((name, everything[name]) for name in _FIELDS if name in everything)
-        return found
-
 
 class GatedEflaConfig(EflaConfig):
     """A model of GatedEFLA layers: fla's GatedDeltaNet fields, and those that EFLA adds."""
@@ -199,7 +190,6 @@ class _GatedDeltaNetConfig(GatedEflaConfig):
         super().__init__(rule=rule, qk_norm=qk_norm, **kwargs)
 
 
-_FIELDS = [name for name in inspect.signature(EflaConfig.__init__).parameters if name != "self"]
 _FAMILIES: dict[str, type[EflaConfig]] = {
     config.model_type: config
     for config in (EflaConfig, GatedEflaConfig, _DeltaNetConfig, _GatedDeltaNetConfig)

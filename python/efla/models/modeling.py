@@ -111,7 +111,6 @@ class EflaPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["EflaBlock"]
     _is_stateful = True  # a recurrent state cannot be cut back, as assisted decoding wants
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
