@@ -4,8 +4,9 @@ compares every sample: log-likelihoods, greedy matches, accuracies, perplexities
 
 lm-evaluation-harness runs its own task definitions (prompts, choices, WikiText's detokeniser,
 few-shot draws, metrics, bootstrap) on a plain PyTorch model that this file holds: the recurrence of
-docs/mathematics.md token by token, nothing shared with the C++ code but the checkpoint. Needs
-torch, and from PyPI: lm_eval datasets sacrebleu more_itertools sentencepiece (scripts/setup.sh).
+docs/mathematics.md token by token, nothing shared with the C++ code but the checkpoint; with
+--transformers it runs the Python package's EflaForCausalLM. Needs torch, and from PyPI: lm_eval datasets
+sacrebleu more_itertools sentencepiece (scripts/setup.sh).
 
     python3 scripts/compare_with_lm_eval.py --model runs/quickstart --data data/tasks --tasks piqa,wikitext
 """
@@ -277,6 +278,19 @@ class Model:
         return self.norm(x, "model.norm.weight") @ head.T
 
 
+class TransformersModel:
+    """The same folder as efla.models.EflaForCausalLM: every family that it reads."""
+
+    def __init__(self, folder, device):
+        import torch
+        from efla.models import EflaForCausalLM
+        model = EflaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model, self.device = model.eval().to(device), device
+
+    def logits(self, ids):
+        return self.model(ids.to(self.device), use_cache=False).logits.cpu()
+
+
 class ByteTokenizer:
     bos, eos = 256, 257
 
@@ -294,14 +308,13 @@ class PieceTokenizer:
         return self.model.encode(text)
 
 
-def make_adapter(folder, window, bos, batch):
-    """The model as lm-evaluation-harness calls it; what HFLM does, for the model above."""
+def make_adapter(model, folder, window, bos, batch):
+    """A model as lm-evaluation-harness calls it; what HFLM does, for the models above."""
     import torch
     import torch.nn.functional as F
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
 
-    model = Model(folder)
     path = folder / "tokenizer.model"
     tokenizer = PieceTokenizer(path) if path.exists() else ByteTokenizer()
 
@@ -369,7 +382,9 @@ def run_harness(folder, tasks, options):
     from lm_eval.tasks import TaskManager
 
     torch.set_grad_enabled(False)
-    adapter = make_adapter(options.model, options.window, options.bos, options.batch)
+    model = (TransformersModel(options.model, options.device) if options.transformers
+             else Model(options.model))
+    adapter = make_adapter(model, options.model, options.window, options.bos, options.batch)
     begin = time.time()
     result = simple_evaluate(
         model=adapter, tasks=[f"local_{name}" for name in tasks], num_fewshot=options.shots or None,
@@ -463,7 +478,8 @@ def compare(options, folder, paths):
             lines.append(f"| {name} | {len(log)} | {worst:.1e} | {metric} | {shown[0]} | "
                          f"{shown[1]} |")
     print("\n".join(lines))
-    print(f"\nlm-evaluation-harness with the PyTorch model: {their_seconds:.1f} s; efla eval: "
+    name = "EflaForCausalLM" if options.transformers else "the PyTorch model"
+    print(f"\nlm-evaluation-harness with {name}: {their_seconds:.1f} s; efla eval: "
           f"{our_seconds:.1f} s")
     for difference in comparison.differences[:20]:
         print("DIFFERENT", difference, file=sys.stderr)
@@ -510,7 +526,9 @@ def main():
     parser.add_argument("--window", type=int, help="default: max_position_embeddings")
     parser.add_argument("--bos", choices=("once", "harness", "never"), default="once")
     parser.add_argument("--batch", type=int, default=32, help="rows of the PyTorch model")
-    parser.add_argument("--device", default="cpu", help="of efla eval")
+    parser.add_argument("--device", default="cpu", help="of efla eval, and with --transformers")
+    parser.add_argument("--transformers", action="store_true",
+                        help="evaluate efla.models.EflaForCausalLM instead of the plain model")
     parser.add_argument("--efla", default=shutil.which("efla") or "efla", help="the program")
     options = parser.parse_args()
     if (options.model / "final").is_dir():
