@@ -119,10 +119,14 @@ void run_positions(const Arguments& arguments, const LanguageModel& model, const
                         fmt::format("{} - {}", range.begin, range.end - 1), range.loss, error,
                         std::exp(range.loss));
     if (!arguments.json) continue;
-    nlohmann::ordered_json line = {{"metric", name},        {"model", folder},
-                                   {"data", data_names(arguments)}, {"segments", loss.segments},
-                                   {"begin", range.begin},  {"end", range.end},
-                                   {"loss", range.loss},    {"loss_stderr", nullptr},
+    nlohmann::ordered_json line = {{"metric", name},
+                                   {"model", folder},
+                                   {"data", data_names(arguments)},
+                                   {"segments", loss.segments},
+                                   {"begin", range.begin},
+                                   {"end", range.end},
+                                   {"loss", range.loss},
+                                   {"loss_stderr", nullptr},
                                    {"token_perplexity", std::exp(range.loss)}};
     if (range.error) line["loss_stderr"] = *range.error;
     print_json_line(line);
@@ -229,7 +233,8 @@ void run(const Arguments& arguments) {
 void add_eval(CLI::App& app) {
   const auto arguments = std::make_shared<Arguments>();
   CLI::App* command = app.add_subcommand(
-      "eval", "Measure a model's loss on held-out text, or its score in lm-evaluation-harness's tasks");
+      "eval",
+      "Measure a model's loss on held-out text, or its score in lm-evaluation-harness's tasks");
   command->description(
       "Measure a model's loss on held-out text, or its score in lm-evaluation-harness's tasks.\n\n"
       "stateful   every token is predicted from its whole document (the state is carried)\n"
@@ -239,9 +244,10 @@ void add_eval(CLI::App& app) {
       ->required()
       ->type_name("FOLDER");
   command
-      ->add_option("--data", arguments->data,
-                   "Token shards, a folder or one file; with --tasks: the folder of the tasks' files "
-                   "(may be given several times)")
+      ->add_option(
+          "--data", arguments->data,
+          "Token shards, a folder or one file; with --tasks: the folder of the tasks' files "
+          "(may be given several times)")
       ->allow_extra_args(false)
       ->type_name("PATH");
   command->add_option("--text", arguments->text, "Text files, plain, .gz or .xz")
@@ -294,7 +300,8 @@ void add_eval(CLI::App& app) {
   add_task_options(*command, arguments->tasks);
   command->footer(
       "Examples:\n  efla eval --model runs/austen --data data/valid --window 1024\n"
-      "  efla eval --model runs/austen --tasks piqa,arc_easy --data data/tasks --output runs/scores\n"
+      "  efla eval --model runs/austen --tasks piqa,arc_easy --data data/tasks --output "
+      "runs/scores\n"
       "  efla eval --model runs/austen --tasks passkey --passkey-lengths 1024,16384");
   command->callback([arguments] { run(*arguments); });
 }

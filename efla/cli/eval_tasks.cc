@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -45,9 +46,10 @@ std::vector<std::string> chosen_tasks(const std::vector<std::string>& given,
         if (!find_task_file(spec.files, folders).empty()) add(spec.name);
       }
       if (chosen.empty()) {
-        throw Error(fmt::format("{} holds no file of any task; see docs/evaluation.md for their "
-                                "names",
-                                fmt::join(folders, ", ")));
+        throw Error(
+            fmt::format("{} holds no file of any task; see docs/evaluation.md for their "
+                        "names",
+                        fmt::join(folders, ", ")));
       }
     } else {
       if (name != kPasskey) task_spec(name);
@@ -63,8 +65,8 @@ nlohmann::ordered_json identity(const TaskArguments& arguments, const TaskModel&
   for (const fs::path& path : folder_entries(model.folder)) {
     if (path.extension() != ".safetensors" || path.stem() == "optimizer") continue;
     const FileChecksum checksum = checksum_file(path);
-    weights += fmt::format("{}:{}:{:08x};", path.filename().string(), checksum.bytes,
-                           checksum.crc32);
+    weights +=
+        fmt::format("{}:{}:{:08x};", path.filename().string(), checksum.bytes, checksum.crc32);
   }
   weights += model.model->config().to_json().dump();
   const PromptOptions& prompt = arguments.options.prompt;
@@ -169,9 +171,14 @@ class Run {
   void add_result(const Evaluate& evaluate) {
     std::optional<Progress> progress;
     TaskRunOptions options = arguments_.options;
-    options.progress = [&](const std::string& name, int64_t done, int64_t total) {
-      if (!progress) progress.emplace(name, total);
-      progress->update(done);
+    const auto begin = std::chrono::steady_clock::now();
+    options.progress = [&](const std::string& name, const LikelihoodProgress& state) {
+      if (!progress) progress.emplace(name, state.tokens);
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+      progress->update(
+          state.tokens_done,
+          fmt::format("{} samples, {} tokens/s", state.groups_done,
+                      format_count(static_cast<double>(state.tokens_done) / elapsed.count())));
     };
     TaskResult result = evaluate(options);
     if (progress) progress->finish();
@@ -194,10 +201,11 @@ void add_task_options(CLI::App& command, TaskArguments& arguments) {
   TaskRunOptions& options = arguments.options;
   const std::string group = "Tasks";
   command
-      .add_option("--tasks", arguments.tasks,
-                  fmt::format("Tasks of lm-evaluation-harness, separated by commas, on the files in "
-                              "--data: {}, passkey, all, or available (those whose file is there)",
-                              fmt::join(task_names(), ", ")))
+      .add_option(
+          "--tasks", arguments.tasks,
+          fmt::format("Tasks of lm-evaluation-harness, separated by commas, on the files in "
+                      "--data: {}, passkey, all, or available (those whose file is there)",
+                      fmt::join(task_names(), ", ")))
       ->delimiter(',')
       ->allow_extra_args(false)
       ->type_name("NAME,...")

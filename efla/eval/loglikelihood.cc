@@ -158,8 +158,7 @@ class Evaluation {
         reader_.begin_sequence();
         branch.row->append_to(reader_, branch.begin, branch.row->length());
         tokens += branch.row->length() - branch.begin;
-      } while (last < branches.size() &&
-               static_cast<int64_t>(last - first) < reader_.max_rows() &&
+      } while (last < branches.size() && static_cast<int64_t>(last - first) < reader_.max_rows() &&
                tokens + branches[last].row->length() - branches[last].begin <=
                    options_.batch_tokens);
       Cache copies = cache.select(torch::tensor(parents, at::kLong));
@@ -185,7 +184,7 @@ std::vector<GroupLikelihoods> likelihoods(LanguageModel model,
   std::vector<size_t> units_left(groups.size());
   std::vector<Unit> units;
   LikelihoodCost counted;
-  int64_t done = 0;
+  LikelihoodProgress progress;
   for (size_t g = 0; g < groups.size(); ++g) {
     results[g].resize(groups[g].size());
     std::vector<Row> rows;
@@ -195,7 +194,7 @@ std::vector<GroupLikelihoods> likelihoods(LanguageModel model,
     }
     if (rows.empty()) {
       if (options.on_group) options.on_group(g, results[g]);
-      ++done;
+      ++progress.groups_done;
       continue;
     }
     const size_t before = units.size();
@@ -205,16 +204,18 @@ std::vector<GroupLikelihoods> likelihoods(LanguageModel model,
   std::stable_sort(units.begin(), units.end(),
                    [](const Unit& a, const Unit& b) { return a.tokens() > b.tokens(); });
 
+  for (const Unit& unit : units) progress.tokens += unit.tokens();
   Evaluation evaluation(std::move(model), options);
   for (size_t first = 0; first < units.size();) {
     const size_t last = evaluation.run(units, first);
     for (; first < last; ++first) {
       const size_t group = units[first].group;
       if (--units_left[group] > 0) continue;
-      ++done;
+      ++progress.groups_done;
       if (options.on_group) options.on_group(group, results[group]);
     }
-    if (options.progress) options.progress(done, static_cast<int64_t>(groups.size()));
+    progress.tokens_done = evaluation.tokens_read();
+    if (options.progress) options.progress(progress);
   }
   counted.tokens_read = evaluation.tokens_read();
   if (cost != nullptr) *cost = counted;

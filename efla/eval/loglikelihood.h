@@ -27,12 +27,17 @@ struct Likelihood {
 };
 using GroupLikelihoods = std::vector<Likelihood>;  // one for each request, in order
 
+struct LikelihoodProgress {
+  int64_t tokens_done = 0, tokens = 0;  // read by the model, and to be read in all
+  int64_t groups_done = 0;
+};
+
 struct LikelihoodOptions {
   int64_t batch_tokens = 8192;  // tokens of one forward call; changes speed and memory only
   bool share_contexts = true;   // false: every request reads its own context
   /// Called as soon as a group is done, in no particular order.
   std::function<void(size_t group, const GroupLikelihoods&)> on_group;
-  std::function<void(int64_t done, int64_t total)> progress;  // groups; may be empty
+  std::function<void(const LikelihoodProgress&)> progress;  // after each call; may be empty
 };
 
 struct LikelihoodCost {

@@ -92,7 +92,8 @@ TEST(Likelihoods, DoNotDependOnTheBatch) {
     for (size_t g = 0; g < groups.size(); ++g) {
       for (size_t i = 0; i < groups[g].size(); ++i) {
         // To the last bit with the matrix products of most CPUs, which no one promises.
-        EXPECT_NEAR(results[g][i].log, reference[g][i].log, 1e-6 + 1e-7 * groups[g][i].context.size())
+        EXPECT_NEAR(results[g][i].log, reference[g][i].log,
+                    1e-6 + 1e-7 * groups[g][i].context.size())
             << batch_tokens << " " << g << " " << i;
         EXPECT_EQ(results[g][i].greedy, reference[g][i].greedy);
       }
@@ -103,7 +104,8 @@ TEST(Likelihoods, DoNotDependOnTheBatch) {
 TEST(Likelihoods, SharedContextsAreReadOnce) {
   LanguageModel model = uniform_model(kVocab);
   const std::vector<int32_t> context(100, 7);
-  const std::vector<RequestGroup> groups = {{{context, {1, 2}}, {context, {3, 4, 5}}, {context, {6}}}};
+  const std::vector<RequestGroup> groups = {
+      {{context, {1, 2}}, {context, {3, 4, 5}}, {context, {6}}}};
   LikelihoodCost cost;
   const auto results = likelihoods(model, groups, {}, &cost);
   EXPECT_EQ(cost.tokens_requested, 101 + 102 + 100);
@@ -128,19 +130,20 @@ TEST(Likelihoods, ReportsEachGroupOnce) {
   std::vector<int> seen(groups.size());
   LikelihoodOptions options;
   options.batch_tokens = 100;
-  int64_t last = 0;
+  LikelihoodProgress last;
   options.on_group = [&](size_t group, const GroupLikelihoods& scores) {
     ++seen[group];
     EXPECT_EQ(scores.size(), groups[group].size());
   };
-  options.progress = [&](int64_t done, int64_t total) {
-    EXPECT_GE(done, last);
-    EXPECT_EQ(total, static_cast<int64_t>(groups.size()));
-    last = done;
+  options.progress = [&](const LikelihoodProgress& now) {
+    EXPECT_GE(now.groups_done, last.groups_done);
+    EXPECT_GT(now.tokens_done, last.tokens_done);
+    last = now;
   };
   likelihoods(random_model(kVocab), groups, options);
   EXPECT_EQ(seen, std::vector<int>(groups.size(), 1));
-  EXPECT_EQ(last, static_cast<int64_t>(groups.size()));
+  EXPECT_EQ(last.groups_done, static_cast<int64_t>(groups.size()));
+  EXPECT_EQ(last.tokens_done, last.tokens);
 }
 
 TEST(Likelihoods, LongContextsAreReadInPieces) {
@@ -183,13 +186,13 @@ TEST(Positions, CarryTheStateThroughASegment) {
   PerplexityOptions options;
   options.batch_tokens = 50;  // several pieces
   const PositionLoss loss = position_loss(model, data_of({tokens}), 300, options);
-  EXPECT_EQ(loss.segments, 2);  // 50 tokens are left over
+  EXPECT_EQ(loss.segments, 2);        // 50 tokens are left over
   ASSERT_EQ(loss.ranges.size(), 4u);  // 64, 128, 256, 300
   EXPECT_EQ(loss.ranges[3].begin, 256);
   EXPECT_EQ(loss.ranges[3].end, 300);
   // The same tokens as two documents of their own.
-  const EvalData halves = data_of({{tokens.begin(), tokens.begin() + 300},
-                                   {tokens.begin() + 300, tokens.begin() + 600}});
+  const EvalData halves = data_of(
+      {{tokens.begin(), tokens.begin() + 300}, {tokens.begin() + 300, tokens.begin() + 600}});
   double sum = 0;
   for (const PositionRange& range : loss.ranges) {
     sum += range.loss * static_cast<double>(range.end - range.begin);

@@ -18,7 +18,7 @@ constexpr std::array<const char*, 5> kNoise = {"The grass is green.", "The sky i
                                                "The sun is yellow.", "Here we go.",
                                                "There and back again."};
 constexpr std::array<const char*, 16> kKeys = {
-    "amber", "birch", "canyon", "dune", "ember", "falcon", "garnet", "harbor",
+    "amber",  "birch",  "canyon", "dune",    "ember",  "falcon", "garnet", "harbor",
     "island", "jasper", "kettle", "lantern", "meadow", "nectar", "orchid", "pebble"};
 
 std::vector<std::string> sentences_of(std::string_view text) {
@@ -62,12 +62,13 @@ struct Needle {
 
 std::string prompt_text(const Noise& noise, int64_t count, int64_t position, const Needle& needle) {
   std::string text =
-      "A special magic number is hidden within the following text. Make sure to memorize it. I will "
+      "A special magic number is hidden within the following text. Make sure to memorize it. I "
+      "will "
       "quiz you about the number afterwards.\n";
   for (int64_t i = 0; i <= count; ++i) {
     if (i == position) {
-      text += fmt::format("One of the special magic numbers for {} is: {}. ", needle.key,
-                          needle.value);
+      text +=
+          fmt::format("One of the special magic numbers for {} is: {}. ", needle.key, needle.value);
     }
     if (i < count) text += noise.sentence(i) + " ";
   }

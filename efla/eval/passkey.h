@@ -11,10 +11,10 @@
 namespace efla {
 
 struct PasskeyOptions {
-  int64_t length = 1024;   // tokens of the whole prompt, as close below as sentences allow
+  int64_t length = 1024;  // tokens of the whole prompt, as close below as sentences allow
   int64_t samples = 100;
   uint64_t seed = 1234;
-  std::string haystack;    // its sentences are the noise; empty: five sentences, repeated
+  std::string haystack;       // its sentences are the noise; empty: five sentences, repeated
   std::string haystack_path;  // where it comes from, for messages
 };
 

@@ -90,8 +90,7 @@ PositionLoss position_loss(LanguageModel model, const EvalData& data, int64_t le
     const at::Tensor means = nll.narrow(1, range.begin, range.end - range.begin).mean(1);
     range.loss = means.mean().item<double>();
     if (result.segments > 1) {
-      range.error =
-          means.std().item<double>() / std::sqrt(static_cast<double>(result.segments));
+      range.error = means.std().item<double>() / std::sqrt(static_cast<double>(result.segments));
     }
   }
   return result;

@@ -1,4 +1,5 @@
-// Reference values were computed by CPython 3.11 and by lm-evaluation-harness 0.4.13's own function.
+// Reference values were computed by CPython 3.11 and by lm-evaluation-harness 0.4.13's own
+// function.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -80,10 +81,11 @@ TEST(Wikitext, DetokenizesAsTheHarness) {
           "= = \n \n = = = Early = = = \n = = = = Deep = = = = \n"),
       " = Robert =\n\nHe had a guest-starring role (in 2,000); the \"Bill\", 1.5: Teddy's "
       "Story.\n[x] {y} 20\u00b0C,' quoted '. N.\n== Career ==\n\n=== Early ===\n==== Deep ====\n");
-  EXPECT_EQ(wikitext_detokenize("the boys ' toys /' 9/ unclosed ( paren \n '' and \"\" plus ( a ( b "
-                                ") c ) ! Why ? yes\u00a0( \u2003x\u3000) '"),
-            "the boys'toys /'[0-9]/ unclosed (paren\n'' and \"\" plus ( a ( b) c )! Why? "
-            "yes\u00a0(x) '");
+  EXPECT_EQ(
+      wikitext_detokenize("the boys ' toys /' 9/ unclosed ( paren \n '' and \"\" plus ( a ( b "
+                          ") c ) ! Why ? yes\u00a0( \u2003x\u3000) '"),
+      "the boys'toys /'[0-9]/ unclosed (paren\n'' and \"\" plus ( a ( b) c )! Why? "
+      "yes\u00a0(x) '");
   EXPECT_EQ(wikitext_detokenize(""), "");
 }
 

@@ -99,8 +99,8 @@ void add_rolling(std::vector<Metric>& metrics, const std::string& suffix,
   };
   add("word_perplexity", exponential(per_word));
   add("byte_perplexity", exponential(per_byte));
-  add("bits_per_byte", {per_byte.value / kLn2, per_byte.error ? std::optional(*per_byte.error / kLn2)
-                                                              : std::nullopt});
+  add("bits_per_byte", {per_byte.value / kLn2,
+                        per_byte.error ? std::optional(*per_byte.error / kLn2) : std::nullopt});
 }
 
 std::vector<Metric> rolling_metrics(const std::vector<EvalSample>& samples,

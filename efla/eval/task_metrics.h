@@ -34,8 +34,8 @@ struct Metric {
 
 /// The metrics over all samples. Errors: of a mean, the sample standard deviation / sqrt(n); of
 /// lambada's perplexity, the standard deviation of 100,000 bootstrap replicates drawn as
-/// lm-evaluation-harness draws them; of the rolling perplexities, for which it gives none, that of a
-/// ratio of sums over documents (docs/evaluation.md, "Standard errors").
+/// lm-evaluation-harness draws them; of the rolling perplexities, for which it gives none, that of
+/// a ratio of sums over documents (docs/evaluation.md, "Standard errors").
 std::vector<Metric> task_metrics(const TaskSpec& spec, const std::vector<EvalSample>& samples,
                                  const std::vector<SampleOutcome>& outcomes);
 

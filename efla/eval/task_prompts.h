@@ -16,10 +16,10 @@ namespace efla {
 /// Where the tokenizer's BOS stands. lm-evaluation-harness leaves that to transformers' tokenizer,
 /// so its numbers exist in all three ways (docs/evaluation.md, "BOS").
 enum class BosMode {
-  kOnce,    // before every context and every document
-  kHarness, // as a tokenizer that adds BOS by itself: also in front of a document's tokens, behind
-            // the BOS that is its prefix, where it is predicted like any other token
-  kNever    // before an empty context and before a document only
+  kOnce,     // before every context and every document
+  kHarness,  // as a tokenizer that adds BOS by itself: also in front of a document's tokens, behind
+             // the BOS that is its prefix, where it is predicted like any other token
+  kNever     // before an empty context and before a document only
 };
 
 /// "once", "harness" or "never"; UsageError otherwise.
@@ -27,16 +27,16 @@ BosMode parse_bos_mode(const std::string& name);
 
 struct PromptOptions {
   int64_t shots = 0;
-  uint64_t shot_seed = 1234;   // lm-evaluation-harness's default
-  int64_t max_length = 2048;   // tokens the model may read at once
+  uint64_t shot_seed = 1234;  // lm-evaluation-harness's default
+  int64_t max_length = 2048;  // tokens the model may read at once
   BosMode bos = BosMode::kOnce;
 };
 
 /// One sample as the model gets it.
 struct Prompt {
   RequestGroup requests;
-  int64_t truncated = 0;   // requests whose context lost tokens at its beginning
-  double extra_log = 0;    // of a document's first token where nothing can stand before it
+  int64_t truncated = 0;  // requests whose context lost tokens at its beginning
+  double extra_log = 0;   // of a document's first token where nothing can stand before it
 };
 
 /// The text that stands before each sample's context: its few-shot examples. For the first `count`

@@ -61,8 +61,7 @@ std::vector<TaskRecord> parse_array(std::string_view text, const std::string& pa
     }
     const bool empty_array = begin == end && text[end] == ']' && records.empty();
     if (!empty_array) {
-      records.push_back(
-          parse_object(text.substr(begin, end - begin), place(path, text, begin)));
+      records.push_back(parse_object(text.substr(begin, end - begin), place(path, text, begin)));
     }
     if (text[end] == ']') break;
     i = end + 1;
@@ -95,9 +94,8 @@ std::string TaskRecord::full_text(const std::string& key) const {
 std::vector<std::string> TaskRecord::texts(const std::string& key) const {
   std::vector<std::string> values;
   const nlohmann::json& array = at(key);
-  const bool fits = array.is_array() && std::all_of(array.begin(), array.end(), [](const auto& e) {
-                      return e.is_string();
-                    });
+  const bool fits = array.is_array() && std::all_of(array.begin(), array.end(),
+                                                    [](const auto& e) { return e.is_string(); });
   if (!fits) fail(fmt::format("the field \"{}\" must be a list of texts", key));
   for (const nlohmann::json& element : array) values.push_back(element.get<std::string>());
   return values;
@@ -110,8 +108,7 @@ int64_t TaskRecord::integer(const std::string& key) const {
   int64_t parsed = 0;
   if (value.is_string()) {
     const auto& digits = value.get_ref<const std::string&>();
-    const auto [end, error] =
-        std::from_chars(digits.data(), digits.data() + digits.size(), parsed);
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), parsed);
     if (error == std::errc() && end == digits.data() + digits.size()) return parsed;
   }
   fail(fmt::format("the field \"{}\" must be an integer", key));

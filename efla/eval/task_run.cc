@@ -105,8 +105,8 @@ TaskResult run_task(LanguageModel model, const Tokenizer& tokenizer, const EvalT
   if (!options.output.empty()) log.emplace(options.output / ("samples_" + spec.name + ".jsonl"));
   std::vector<RequestGroup> groups;
   for (size_t i = 0; i < count; ++i) {
-    const auto known =
-        log ? log->find(static_cast<int64_t>(i), prompt_fingerprint(work.prompts[i])) : std::nullopt;
+    const auto known = log ? log->find(static_cast<int64_t>(i), prompt_fingerprint(work.prompts[i]))
+                           : std::nullopt;
     if (known) {
       work.outcomes[i] = *known;
       ++result.resumed;
@@ -128,8 +128,8 @@ TaskResult run_task(LanguageModel model, const Tokenizer& tokenizer, const EvalT
     }
   };
   if (options.progress) {
-    scoring.progress = [&](int64_t done, int64_t) {
-      options.progress(spec.name, result.resumed + done, result.samples);
+    scoring.progress = [&](const LikelihoodProgress& progress) {
+      options.progress(spec.name, progress);
     };
   }
   LikelihoodCost cost;

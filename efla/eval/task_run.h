@@ -24,7 +24,7 @@ struct TaskRunOptions {
   int64_t batch_tokens = 8192;
   bool share_contexts = true;
   std::filesystem::path output;  // folder of the per-sample logs; empty: none are written
-  std::function<void(const std::string& task, int64_t done, int64_t total)> progress;  // samples
+  std::function<void(const std::string& task, const LikelihoodProgress&)> progress;  // may be empty
 };
 
 enum class TaskStatus { kDone, kAbsent, kFailed };
@@ -35,8 +35,8 @@ struct TaskResult {
   std::string message;  // of what is absent or failed
   std::string path;     // of the file
   int64_t samples = 0, shots = 0;
-  int64_t resumed = 0;    // samples that the log held already
-  int64_t truncated = 0;  // samples whose context did not fit
+  int64_t resumed = 0;                            // samples that the log held already
+  int64_t truncated = 0;                          // samples whose context did not fit
   int64_t tokens_read = 0, tokens_requested = 0;  // by the model; and if no context were shared
   double seconds = 0;
   std::vector<Metric> metrics;

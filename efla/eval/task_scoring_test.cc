@@ -8,11 +8,11 @@
 
 #include "efla/eval/passkey.h"
 #include "efla/eval/sample_log.h"
-#include "efla/eval/task_metrics.h"
 #include "efla/eval/task_formats.h"
+#include "efla/eval/task_metrics.h"
 #include "efla/eval/task_prompts.h"
-#include "efla/eval/test_models.h"
 #include "efla/eval/task_run.h"
+#include "efla/eval/test_models.h"
 #include "efla/io/atomic_file.h"
 #include "efla/io/error.h"
 
@@ -102,8 +102,8 @@ TEST(TaskMetrics, RollingPerplexities) {
   EXPECT_NEAR(metric(metrics, "word_perplexity_stateful"), std::exp(1.5), 1e-12);
   EXPECT_NEAR(*error(metrics, "word_perplexity"), 0, 1e-9);  // both cost 2 a word
   // Residuals -5 and 5 against 1.5 a word; 40 words.
-  EXPECT_NEAR(*error(metrics, "word_perplexity_stateful"),
-              std::exp(1.5) * std::sqrt(50.0 * 2) / 40, 1e-9);
+  EXPECT_NEAR(*error(metrics, "word_perplexity_stateful"), std::exp(1.5) * std::sqrt(50.0 * 2) / 40,
+              1e-9);
 }
 
 const Tokenizer& bytes() {
@@ -262,7 +262,8 @@ TEST(TaskRun, RetrievalOfAModelThatKnows) {
   EvalTask task;
   task.spec.name = "passkey_9";
   task.spec.kind = TaskKind::kRetrieval;
-  task.samples = {two_choices("x", "7777777", "1234567", 0), two_choices("x", "7777777", "1234567", 1)};
+  task.samples = {two_choices("x", "7777777", "1234567", 0),
+                  two_choices("x", "7777777", "1234567", 1)};
   for (EvalSample& sample : task.samples) sample.continuations = sample.choices;
   const TaskResult result = run_task(model, bytes(), task, {});
   EXPECT_EQ(metric(result.metrics, "exact"), 0.5);

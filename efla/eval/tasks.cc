@@ -23,7 +23,8 @@ std::vector<TaskSpec> make_specs() {
   const auto arc = [](const std::string& name, const std::string& set) {
     const auto files = [&set](const std::string& split) {
       const std::string file = set + "/" + set + "-" + split + ".jsonl";
-      return std::vector<std::string>{file, "ARC-V1-Feb2018-2/" + file, set + "-" + split + ".jsonl"};
+      return std::vector<std::string>{file, "ARC-V1-Feb2018-2/" + file,
+                                      set + "-" + split + ".jsonl"};
     };
     TaskSpec spec{name, kChoice, files("Test"), files("Train"), true, true, "acc", read_arc};
     spec.files.insert(spec.files.begin(), name + ".jsonl");
@@ -31,46 +32,90 @@ std::vector<TaskSpec> make_specs() {
     return spec;
   };
   std::vector<TaskSpec> specs = {
-      {"wikitext", TaskKind::kRolling,
+      {"wikitext",
+       TaskKind::kRolling,
        {"wikitext.jsonl", "wiki.test.raw", "wikitext-2-raw/wiki.test.raw", "wiki.test.tokens",
         "wikitext-2/wiki.test.tokens", "wikitext2/test.txt"},
-       {}, true, false, "word_perplexity", nullptr},
-      {"lambada_openai", TaskKind::kLastWord,
+       {},
+       true,
+       false,
+       "word_perplexity",
+       nullptr},
+      {"lambada_openai",
+       TaskKind::kLastWord,
        {"lambada_openai.jsonl", "lambada_test_en.jsonl", "lambada_test.jsonl"},
-       {"lambada_openai_train.jsonl"}, true, false, "perplexity", read_lambada},
-      {"piqa", kChoice,
+       {"lambada_openai_train.jsonl"},
+       true,
+       false,
+       "perplexity",
+       read_lambada},
+      {"piqa",
+       kChoice,
        {"piqa.jsonl", "piqa/valid.jsonl", "physicaliqa-train-dev/dev.jsonl"},
        {"piqa_train.jsonl", "piqa/train.jsonl", "physicaliqa-train-dev/train.jsonl"},
-       false, true, "acc", read_piqa},
-      {"hellaswag", kChoice,
+       false,
+       true,
+       "acc",
+       read_piqa},
+      {"hellaswag",
+       kChoice,
        {"hellaswag.jsonl", "hellaswag_val.jsonl", "hellaswag/hellaswag_val.jsonl"},
        {"hellaswag_train.jsonl", "hellaswag/hellaswag_train.jsonl"},
-       false, true, "acc_norm", read_hellaswag},
-      {"winogrande", kChoice,
+       false,
+       true,
+       "acc_norm",
+       read_hellaswag},
+      {"winogrande",
+       kChoice,
        {"winogrande.jsonl", "winogrande/dev.jsonl", "winogrande_1.1/dev.jsonl"},
        {"winogrande_train.jsonl", "winogrande/train_xl.jsonl", "winogrande_1.1/train_xl.jsonl"},
-       false, false, "acc", read_winogrande},
+       false,
+       false,
+       "acc",
+       read_winogrande},
       arc("arc_easy", "ARC-Easy"),
       arc("arc_challenge", "ARC-Challenge"),
-      {"boolq", kChoice,
+      {"boolq",
+       kChoice,
        {"boolq.jsonl", "boolq/dev.jsonl", "BoolQ/val.jsonl"},
        {"boolq_train.jsonl", "boolq/train.jsonl", "BoolQ/train.jsonl"},
-       false, true, "acc", read_boolq},
-      {"openbookqa", kChoice,
+       false,
+       true,
+       "acc",
+       read_boolq},
+      {"openbookqa",
+       kChoice,
        {"openbookqa.jsonl", "openbook_qa.jsonl", "openbookqa/test.jsonl",
         "OpenBookQA-V1-Sep2018/Data/Main/test.jsonl"},
        {"openbookqa_train.jsonl", "openbook_qa_train.jsonl", "openbookqa/train.jsonl",
         "OpenBookQA-V1-Sep2018/Data/Main/train.jsonl"},
-       true, true, "acc_norm", read_openbookqa},
-      {"sciq", kChoice,
+       true,
+       true,
+       "acc_norm",
+       read_openbookqa},
+      {"sciq",
+       kChoice,
        {"sciq.jsonl", "sciq.json", "sciq/test.json", "SciQ dataset-2 3/test.json"},
        {"sciq_train.jsonl", "sciq/train.json", "SciQ dataset-2 3/train.json"},
-       true, true, "acc", read_sciq},
-      {"copa", kChoice,
+       true,
+       true,
+       "acc",
+       read_sciq},
+      {"copa",
+       kChoice,
        {"copa.jsonl", "COPA/val.jsonl", "copa/val.jsonl"},
        {"copa_train.jsonl", "COPA/train.jsonl", "copa/train.jsonl"},
-       false, true, "acc", read_copa},
-      {"wsc273", kChoice, {"winograd_wsc.jsonl", "wsc273.jsonl"}, {}, true, false, "acc",
+       false,
+       true,
+       "acc",
+       read_copa},
+      {"wsc273",
+       kChoice,
+       {"winograd_wsc.jsonl", "wsc273.jsonl"},
+       {},
+       true,
+       false,
+       "acc",
        read_winograd},
   };
   for (TaskSpec& spec : specs) {
@@ -96,8 +141,8 @@ void add_labels(std::vector<TaskRecord>& records, const std::string& path) {
   }
   for (size_t i = 0; i < records.size(); ++i) {
     if (labels[i] != "0" && labels[i] != "1") {
-      throw Error(fmt::format("{}:{}: the label \"{}\" is neither 0 nor 1", labels_path, i + 1,
-                              labels[i]));
+      throw Error(
+          fmt::format("{}:{}: the label \"{}\" is neither 0 nor 1", labels_path, i + 1, labels[i]));
     }
     nlohmann::json object = records[i].object();
     object["label"] = labels[i] == "1" ? 1 : 0;
@@ -127,8 +172,8 @@ std::vector<EvalSample> read_pages(const std::string& path) {
 std::string EvalSample::as_example() const {
   const auto answer = static_cast<size_t>(gold);
   const std::string& context = contexts.size() == 1 ? contexts[0] : contexts[answer];
-  // Of one continuation for all, what follows the delimiter; else the choice, which may begin with a
-  // blank of its own.
+  // Of one continuation for all, what follows the delimiter; else the choice, which may begin with
+  // a blank of its own.
   const std::string text = continuations.size() == 1 && contexts.size() > 1
                                ? continuations[0].substr(1)
                                : choices[answer];
@@ -146,8 +191,7 @@ const TaskSpec& task_spec(const std::string& name) {
     if (spec.name == name) return spec;
     names.push_back(spec.name);
   }
-  throw UsageError(
-      fmt::format("\"{}\" is none of the tasks: {}", name, fmt::join(names, ", ")));
+  throw UsageError(fmt::format("\"{}\" is none of the tasks: {}", name, fmt::join(names, ", ")));
 }
 
 std::string find_task_file(const std::vector<std::string>& names,

@@ -1,6 +1,6 @@
 // Evaluation sets with the prompts and metrics of lm-evaluation-harness's tasks of the same names
-// (docs/evaluation.md, "Tasks"). Reads local files only: the layouts that the sets' authors publish,
-// the columns of their copies on the Hugging Face hub, and {query, choices, gold} lines.
+// (docs/evaluation.md, "Tasks"). Reads local files only: the layouts that the sets' authors
+// publish, the columns of their copies on the Hugging Face hub, and {query, choices, gold} lines.
 #pragma once
 
 #include <cstdint>
@@ -46,10 +46,10 @@ struct TaskSpec {
   TaskKind kind = TaskKind::kMultipleChoice;
   std::vector<std::string> files;        // names to look for, without .gz and .xz
   std::vector<std::string> train_files;  // likewise, for few-shot examples
-  bool has_test_split = false;  // in lm-evaluation-harness, which then draws examples without asking
-                                // whether one of them is the question itself
-  bool normalized = true;       // acc_norm and acc_bytes make sense: the choices differ
-  std::string headline;         // the metric that papers report
+  bool has_test_split = false;  // in lm-evaluation-harness, which then draws examples without
+                                // asking whether one of them is the question itself
+  bool normalized = true;  // acc_norm and acc_bytes make sense: the choices differ
+  std::string headline;    // the metric that papers report
   EvalSample (*read)(const TaskRecord&) = nullptr;  // not for kRolling
 };
 

@@ -71,10 +71,9 @@ TEST(TaskFormats, Hellaswag) {
 }
 
 TEST(TaskFormats, Winogrande) {
-  for (const char* line :
-       {R"({"qID": "1", "sentence": "Ann met Bea so _ smiled.", "option1": "Ann",
+  for (const char* line : {R"({"qID": "1", "sentence": "Ann met Bea so _ smiled.", "option1": "Ann",
             "option2": "Bea", "answer": "2"})",
-        R"({"context_options": ["Ann met Bea so Ann", "Ann met Bea so Bea"],
+                           R"({"context_options": ["Ann met Bea so Ann", "Ann met Bea so Bea"],
             "continuation": "smiled.", "gold": 1})"}) {
     const EvalSample sample = read("winogrande", line);
     EXPECT_EQ(sample.contexts, (Texts{"Ann met Bea so Ann", "Ann met Bea so Bea"}));
@@ -141,7 +140,8 @@ TEST(TaskFormats, CopaHasTwoBlanks) {
 
 // Each sentence names file and line and what is wrong there.
 TEST(TaskErrors, BadRecords) {
-  const auto expect = [](const std::string& task, const std::string& line, const std::string& part) {
+  const auto expect = [](const std::string& task, const std::string& line,
+                         const std::string& part) {
     const std::string message = error_of([&] { read(task, line); });
     EXPECT_EQ(message.find("file.jsonl:1"), 0u) << message;
     EXPECT_NE(message.find(part), std::string::npos) << message;
