@@ -13,8 +13,13 @@ CapturableAdamW::CapturableAdamW(std::vector<at::Tensor> parameters, const Optio
   counts_.assign(parameters_.size(), count_);
 }
 
-void CapturableAdamW::step(const std::vector<at::Tensor>& gradients) {
+void CapturableAdamW::step(std::vector<at::Tensor> gradients) {
   const torch::NoGradGuard no_grad;
+  // The fused kernels want the strides of the parameters.
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].strides() == parameters_[i].strides()) continue;
+    gradients[i] = at::empty_like(parameters_[i]).copy_(gradients[i]);
+  }
   // As torch's clip_grad_norm_.
   const at::Tensor norm = at::stack(at::_foreach_norm(gradients)).norm();
   at::_foreach_mul_(gradients, at::clamp_max(options_.clip / (norm + 1e-6), 1.0));

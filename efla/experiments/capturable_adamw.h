@@ -20,7 +20,7 @@ class CapturableAdamW {
   CapturableAdamW(std::vector<at::Tensor> parameters, const Options& options);
 
   /// One update; `gradients`, one per parameter, are clipped in place.
-  void step(const std::vector<at::Tensor>& gradients);
+  void step(std::vector<at::Tensor> gradients);
 
  private:
   std::vector<at::Tensor> parameters_, exp_avg_, exp_avg_sq_;
