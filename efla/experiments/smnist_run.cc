@@ -40,6 +40,7 @@ std::vector<double> loss_curve(const std::vector<float>& losses) {
   const auto steps = static_cast<int64_t>(losses.size());
   const int64_t points = std::min(kLossCurvePoints, steps);
   std::vector<double> curve;
+  curve.reserve(static_cast<size_t>(points));
   for (int64_t i = 0; i < points; ++i) {
     curve.push_back(
         mean(losses.data() + i * steps / points, losses.data() + (i + 1) * steps / points));
@@ -53,6 +54,7 @@ void measure(const TrainingRun& run, const SmnistSetting& setting, nlohmann::ord
   const auto suite = [&](const char* name, Corruption corruption, double neutral,
                          const std::vector<double>& levels) {
     std::vector<double> accuracies;
+    accuracies.reserve(levels.size());
     for (const double level : levels) {
       accuracies.push_back(level == neutral ? clean : run.accuracy(corruption, level));
     }
@@ -82,7 +84,7 @@ RunData::RunData(const ImageData& images, at::Device device) {
 
 at::Tensor corrupted_images(const RunData& data, Corruption corruption, double level, int64_t first,
                             int64_t count) {
-  const at::Tensor pixels = data.test_pixels.narrow(0, first, count);
+  at::Tensor pixels = data.test_pixels.narrow(0, first, count);
   switch (corruption) {
     case Corruption::kIntensity:
       return pixels * level;

@@ -93,6 +93,7 @@ class Study {
         static_cast<size_t>(std::min(options_.parallel_runs, static_cast<int64_t>(queue_.size())));
     running_ = threads;
     std::vector<std::thread> workers;
+    workers.reserve(threads);
     for (size_t i = 0; i < threads; ++i) workers.emplace_back([this, threads] { work(threads); });
     watch();
     for (std::thread& worker : workers) worker.join();

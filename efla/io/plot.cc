@@ -33,14 +33,14 @@ std::string data_block(const std::string& name, const Curve& curve) {
   for (size_t i = 0; i < curve.points.size(); ++i) {
     const auto& [x, y] = curve.points[i];
     if (!std::isfinite(x) || !std::isfinite(y)) {
-      block += "\n";
+      block += '\n';
       continue;
     }
     block += fmt::format("{:.9g} {:.9g}", x, y);
     if (i < curve.spread.size()) {
       block += fmt::format(" {:.9g} {:.9g}", y - curve.spread[i], y + curve.spread[i]);
     }
-    block += "\n";
+    block += '\n';
   }
   return block + "END_OF_CURVE\n";
 }
