@@ -44,7 +44,8 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void
   const int64_t batch = packed ? 1 : a.sequences;
   const int64_t places = chunk_slots(a.sequences, a.tokens, packed, kC) * a.value_heads;
   if (a.sequences * a.value_heads == 0) return cudaSuccess;
-  GradientMaps maps{};
+  BackwardMaps maps{};
+  CUtensorMap v{};
   const auto map = [&](CUtensorMap& out, const View& x, int64_t heads) {
     return make_map(out, x, dtype, batch, a.tokens, heads, kDim);
   };
@@ -53,20 +54,18 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void
   };
   // Without a token there is nothing to map: the walks only pass the states through.
   const bool any = batch * a.tokens > 0;
-  if (any &&
-      !(map(maps.q, a.q, a.heads) && map(maps.k, a.k, a.heads) && map(maps.v, a.v, a.value_heads) &&
-        map(maps.grad_o, a.grad_o, a.value_heads) && workspace(maps.u, a.u, kC) &&
-        workspace(maps.grad_r, a.grad_r, kC) && workspace(maps.state, a.states, kDim) &&
-        workspace(maps.grad_state, a.grad_states, kDim))) {
+  if (any && !(map(maps.q, a.q, a.heads) && map(maps.k, a.k, a.heads) &&
+               map(v, a.v, a.value_heads) && map(maps.grad_o, a.grad_o, a.value_heads) &&
+               workspace(maps.u, a.u, kC) && workspace(maps.state, a.states, kDim))) {
     return cudaErrorInvalidValue;
   }
-  const ScanMaps scan{maps.q, maps.k, maps.v, maps.u};
+  const ScanMaps scan{maps.q, maps.k, v, maps.u};
   ScanArgs args{};
   args.common = a;
   float* states = set_parts(args, plan, parts);
   return dtype == DType::kBFloat16
-             ? launch_backward<__nv_bfloat16>(scan, maps, args, plan, states, places, stream)
-             : launch_backward<__half>(scan, maps, args, plan, states, places, stream);
+             ? launch_backward<__nv_bfloat16>(scan, maps, args, plan, states, stream)
+             : launch_backward<__half>(scan, maps, args, plan, states, stream);
 }
 
 }  // namespace efla::cuda::sm90

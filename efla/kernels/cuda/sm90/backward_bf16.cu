@@ -1,7 +1,7 @@
 #include "efla/kernels/cuda/sm90/backward_launch.cuh"
 
 namespace efla::cuda::sm90 {
-template cudaError_t launch_backward<__nv_bfloat16>(const ScanMaps&, const GradientMaps&,
+template cudaError_t launch_backward<__nv_bfloat16>(const ScanMaps&, const BackwardMaps&,
                                                     const ScanArgs&, const ScanPlan&, float*,
-                                                    int64_t, cudaStream_t);
+                                                    cudaStream_t);
 }  // namespace efla::cuda::sm90

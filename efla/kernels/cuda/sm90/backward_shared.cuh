@@ -1,0 +1,109 @@
+// What the roles of the backward walk (backward_walk.cuh) share: tensor maps, shared memory, and
+// how its tiles are read.
+#pragma once
+
+#include "efla/kernels/cuda/sm90/scan_shared.cuh"
+
+namespace efla::cuda::sm90 {
+
+inline constexpr int kDim = 128;        // K and V
+inline constexpr int kScalarWarps = 2;  // a thread per token
+
+// Boxes of 64 x 64: q, k, grad_o as in the scan; the others over all rows of the workspaces.
+struct BackwardMaps {
+  CUtensorMap q, k, grad_o;  // [B, T, H, 128]
+  CUtensorMap u;             // [slots * HV * kC, 128]
+  CUtensorMap state;         // transposed, [slots * HV * V, 128]
+};
+
+// Per token, from the scalars' warps to the warpgroup of dQ and dK. k is what the step rule sees.
+struct TokenFactors {
+  float norm[kC];          // |k|; 1 for a zero key
+  float inverse_norm[kC];  // 1 / norm
+  float key_scale[kC];     // 1 / |k| of the optional l2 normalisation, else 1
+  float query[kC];         // scale, times 1 / |q| of the optional l2 normalisation
+  float erase[kC];         // e
+  float cumulative[kC];    // G, inclusive
+  float z[kC];             // -e Gamma |k|: of Z in dK
+  float x[kC];             // exp(G_C - G) / |k|: of X
+  float y[kC];             // scale Gamma: of Y in dQ
+};
+
+// Per token, the other way.
+struct TokenSums {
+  float zk[kC], yq[kC], xk[kC];  // row sums of Z o K, Y o Q and of gate_k X o K
+  float pairs[2][kC];            // row sums of D o dL o KK^T and of D o dP o scale QK^T
+  float columns[2][4][kC];       // their column sums by warp, the first times e
+};
+
+// kAdvance: for the chain of state_gradient.cuh alone.
+template <bool kAdvance>
+struct BackwardShared {
+  static constexpr int kTile = kC * 128;
+  static constexpr int kStages = kAdvance ? 3 : 2;  // of k, q
+  static constexpr int kOthers = kAdvance ? 2 : 1;  // of dO, of the triangles and scalars
+  static constexpr int kRest = kAdvance ? 8 : kTile;
+
+  unsigned char k[kStages][2][kTile], q[kStages][2][kTile];  // columns in halves
+  unsigned char grad_o[kOthers][2][kTile];
+  unsigned char inverse[kOthers][kTile], scores[kOthers][kTile];  // A_hat, P_hat^T
+  unsigned char grad_state[2][2][kTile];  // dS^T after the chunk, [half of V][half of K]
+  unsigned char state[2][2][kRest];       // S^T before it
+  unsigned char u[2][kRest], grad_r[2][kRest];
+  unsigned char pairs[2][kRest];  // C x C operands of dQ and dK
+  ChunkScalars scalars[kOthers];  // of the forward walk
+  TokenFactors factors[2];        // of alternate chunks
+  TokenSums sums;
+  float key_factor[kC];            // 2 dlambda: of K in dK
+  float write_dot[2][2][kC];       // dR.v by half of V, of alternate chunks
+  float halves[3 * kScalarWarps];  // parts of sums over tokens, by warp
+
+  Place place;  // of the block; here, and not in registers, where it would spill
+
+  Barrier tokens_full[kStages], tokens_free[kStages];  // k, q
+  Barrier grad_o_full[kOthers], grad_o_free[kOthers];
+  Barrier triangles_full[kOthers], triangles_free[kOthers];  // inverse, scores, scalars
+  Barrier u_full, u_free;
+  Barrier state_full, state_free;
+  Barrier grad_state_full, grad_state_free;
+  Barrier grad_r_full, grad_r_free;
+  Barrier factors_full[2], factors_free[2];
+  Barrier sums_full, write_dot_full, key_factor_full;
+  Barrier cleared;  // zeros in place of what lies behind the sequence
+};
+
+using GradientShared = BackwardShared<false>;
+
+// Chunks of the place are visited in this order.
+__device__ __forceinline__ int reversed(int chunks, int step) { return chunks - 1 - step; }
+
+// Of that chunk's tokens, kC but in the first step.
+__device__ __forceinline__ int tokens_of(const Place& p, int chunk) {
+  return min(kC, static_cast<int>(p.tokens) - chunk * kC);
+}
+
+// Piece p of 16 bytes of row r in a pair of tiles.
+__device__ __forceinline__ uint4& piece(unsigned char (&tiles)[2][kC * 128], int r, int p) {
+  return *reinterpret_cast<uint4*>(tiles[p / 8] + r * 128 + ((p % 8) ^ (r % 8)) * 16);
+}
+
+// Of two pieces of 8 elements.
+template <typename T>
+__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
+  const uint32_t u[4] = {x.x, x.y, x.z, x.w}, v[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 p = unpack<T>(u[i]), q = unpack<T>(v[i]);
+    sum += p.x * q.x + p.y * q.y;
+  }
+  return sum;
+}
+
+// Lane 0 of a warp arrives for all its lanes.
+__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier.arrive();
+}
+
+}  // namespace efla::cuda::sm90

@@ -1,0 +1,138 @@
+// The backward on Hopper: one block walks a sequence's chunks from last to first, K = V = 128. Two
+// warpgroups hold the gradient of the state (state_gradient.cuh), one makes dQ and dK
+// (token_gradients.cuh), two warps own the scalars (scalar_gradients.cuh), two threads feed them.
+#pragma once
+
+#include "efla/kernels/cuda/sm90/scalar_gradients.cuh"
+#include "efla/kernels/cuda/sm90/state_gradient.cuh"
+#include "efla/kernels/cuda/sm90/token_gradients.cuh"
+
+namespace efla::cuda::sm90 {
+
+// The thread that feeds k, q and dO.
+template <typename Shared>
+__device__ __forceinline__ void feed_tokens(const BackwardMaps& maps, Shared& s, const Place& p) {
+  constexpr int kTile = Shared::kTile;
+  const int chunks = chunks_of(p), row = static_cast<int>(p.row);
+  Ring<Shared::kStages> ring;
+  Ring<Shared::kOthers> others;
+  for (int step = 0; step < chunks; ++step, ring.advance(), others.advance()) {
+    const int i = ring.index, j = others.index;
+    const int token = static_cast<int>(p.begin) + reversed(chunks, step) * kC;
+    s.tokens_free[i].wait(ring.round ^ 1);
+    s.tokens_full[i].arrive_expecting(4 * kTile);
+    for (int half = 0; half < 2; ++half) {
+      load_box(s.k[i][half], maps.k, s.tokens_full[i], 64 * half, p.hk, token, row);
+      load_box(s.q[i][half], maps.q, s.tokens_full[i], 64 * half, p.hk, token, row);
+    }
+    s.grad_o_free[j].wait(others.round ^ 1);
+    s.grad_o_full[j].arrive_expecting(2 * kTile);
+    for (int half = 0; half < 2; ++half) {
+      load_box(s.grad_o[j][half], maps.grad_o, s.grad_o_full[j], 64 * half, p.hv, token, row);
+    }
+  }
+}
+
+// The thread that feeds what the forward walk kept.
+template <bool kErase, bool kAdvance>
+__device__ __forceinline__ void feed_kept(const BackwardMaps& maps, const ChunkArgs& a,
+                                          BackwardShared<kAdvance>& s, const Place& p) {
+  using Shared = BackwardShared<kAdvance>;
+  constexpr int kTile = Shared::kTile;
+  constexpr int kBytes = (kErase ? 2 : 1) * kTile + static_cast<int>(sizeof(ChunkScalars));
+  const int chunks = chunks_of(p);
+  Ring<Shared::kOthers> ring;
+  for (int step = 0; step < chunks; ++step, ring.advance()) {
+    const int i = ring.index;
+    const int64_t place = workspace_place(a, p, reversed(chunks, step));
+    s.triangles_free[i].wait(ring.round ^ 1);
+    Barrier& full = s.triangles_full[i];
+    full.arrive_expecting(kBytes);
+    if (kErase) {
+      load_bytes(s.inverse[i], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile, full);
+    }
+    load_bytes(s.scores[i], static_cast<unsigned char*>(a.scores) + place * kTile, kTile, full);
+    load_bytes(&s.scalars[i], a.scalars + place * kScalarRows * kC, sizeof(ChunkScalars), full);
+    if constexpr (!kAdvance) {
+      const int wide = static_cast<int>(place);
+      s.state_free.wait(ring.round ^ 1);
+      s.state_full.arrive_expecting(4 * kTile);
+      for (int j = 0; j < 4; ++j) {
+        load_box(s.state[j / 2][j % 2], maps.state, s.state_full, j % 2 * 64, 0,
+                 wide * kDim + j / 2 * 64, 0);
+      }
+      s.u_free.wait(ring.round ^ 1);
+      s.u_full.arrive_expecting(2 * kTile);
+      for (int j = 0; j < 2; ++j) load_box(s.u[j], maps.u, s.u_full, 64 * j, 0, wide * kC, 0);
+    }
+  }
+}
+
+template <bool kDecay, bool kAdvance>
+__device__ __forceinline__ void init_barriers(BackwardShared<kAdvance>& s) {
+  using Shared = BackwardShared<kAdvance>;
+  constexpr int kChain = 2 * kWarpgroup, kChainWarps = 8;
+  constexpr int kTokenWarps = kAdvance ? 0 : 4;
+  constexpr int kOtherWarps = kAdvance ? 0 : kScalarWarps;
+  constexpr int kDots = kDecay ? kScalarWarps : 0;  // warps that read both states
+  for (int i = 0; i < Shared::kStages; ++i) {
+    s.tokens_full[i].init(1);
+    s.tokens_free[i].init(kChainWarps + kTokenWarps + kOtherWarps);
+  }
+  for (int i = 0; i < Shared::kOthers; ++i) {
+    s.grad_o_full[i].init(1), s.grad_o_free[i].init(kChainWarps + kTokenWarps);
+    s.triangles_full[i].init(1), s.triangles_free[i].init(kChain);
+  }
+  for (int i = 0; i < 2; ++i) {
+    s.factors_full[i].init(32 * kScalarWarps), s.factors_free[i].init(4);
+  }
+  s.u_full.init(1), s.u_free.init(4);
+  s.state_full.init(1), s.state_free.init(4 + kDots);
+  s.grad_state_full.init(kChain), s.grad_state_free.init(4 + kDots);
+  s.grad_r_full.init(kChain), s.grad_r_free.init(4);
+  s.write_dot_full.init(kChainWarps);
+  s.sums_full.init(kWarpgroup), s.key_factor_full.init(32 * kScalarWarps);
+  s.cleared.init(kChain);
+  fence_barrier_init();
+}
+
+template <bool kAdvance>
+inline constexpr int kBackwardThreads = (kAdvance ? 3 : 4) * kWarpgroup;
+
+// One block per (sequence or part of one, value head).
+template <typename T, bool kErase, bool kDecay, bool kAdvance>
+__global__ void __launch_bounds__(kBackwardThreads<kAdvance>, 1)
+    backward_kernel(const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ ScanArgs args) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& s = *reinterpret_cast<BackwardShared<kAdvance>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    init_barriers<kDecay>(s);
+    s.place = find_place(args, kDim);
+  }
+  __syncthreads();
+  const Place& p = s.place;
+  const int group = threadIdx.x / kWarpgroup;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  if (group < 2) {
+    take_registers<kAdvance ? 208 : 160>();
+    walk_back<T, kErase, kDecay>(args, s, p);
+    return;
+  }
+  if constexpr (!kAdvance) {
+    if (group == 2) {
+      take_registers<144>();
+      walk_tokens<T, kDecay>(args.common, s, p);
+      return;
+    }
+  }
+  give_registers<kAdvance ? 40 : 48>();
+  if (warp == 0 && lane == 0) feed_tokens(maps, s, p);
+  if (warp == 1 && lane == 0) feed_kept<kErase>(maps, args.common, s, p);
+  if constexpr (!kAdvance) {
+    const int token = threadIdx.x % (32 * kScalarWarps);
+    if (warp >= 2) ScalarGradients<T, kDecay>{args.common, s, p, token, lane}.walk();
+  }
+}
+
+}  // namespace efla::cuda::sm90

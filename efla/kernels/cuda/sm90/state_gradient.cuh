@@ -1,0 +1,226 @@
+// The serial chain of the backward walk, the mirror image of scan.cuh: two warpgroups with 64 rows
+// each of dS^T [V, K] in float registers, chunks from last to first:
+//
+//   dU^T = dO^T P_hat + gate_k (dS^T K^T)        dR^T = dU^T A_hat
+//   dS^T = Gamma_C dS^T + (gate_q dO^T) Q - (e dR^T) K
+//
+// A_hat, P_hat^T and the scalars come from the forward walk (Walk::kKeep) as it left them in shared
+// memory. dS^T (of the state after the chunk) and dR go to shared memory, for token_gradients.cuh.
+// Where sequences are split, a first launch (kAdvance) takes each part from zero to its N'.
+#pragma once
+
+#include "efla/kernels/cuda/sm90/backward_shared.cuh"
+#include "efla/kernels/cuda/sm90/scan.cuh"
+
+namespace efla::cuda::sm90 {
+
+// What lies behind the sequence may be anything: zero. For the first step, once.
+template <typename Shared>
+__device__ __forceinline__ void clear_slack(Shared& s, int tokens) {
+  s.grad_o_full[0].wait(0);
+  const int r = threadIdx.x;
+  if (r >= tokens && r < kC) {
+    zero_row(s.k[0][0], 2, r);
+    zero_row(s.q[0][0], 2, r);
+    zero_row(s.grad_o[0][0], 2, r);
+  }
+  fence_async_proxy();
+  sync_threads(1, 2 * kWarpgroup);
+  s.cleared.arrive();
+}
+
+// dV = w dR and dR.v of a warpgroup's half of V, 8 lanes to a row, from where dR lies for the
+// products.
+template <typename T>
+__device__ __forceinline__ void value_gradients(const ChunkArgs& a, const Place& p,
+                                                const unsigned char* grad_r, const float* write,
+                                                float* write_dot, int column, int64_t begin,
+                                                int tokens) {
+  const int thread = threadIdx.x % kWarpgroup, c = thread % 8;
+#pragma unroll
+  for (int i = 0; i < kC / 16; ++i) {
+    const int r = 16 * i + thread / 8;
+    const int64_t token = begin + r;
+    uint4 value = make_uint4(0, 0, 0, 0);
+    if (r < tokens) {
+      value = *reinterpret_cast<const uint4*>(element<T>(a.v, p.row, token, p.hv) + column + 8 * c);
+    }
+    const uint4 grad = *reinterpret_cast<const uint4*>(grad_r + tile_offset(r, 8 * c));
+    float sum = dot<T>(grad, value);
+#pragma unroll
+    for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (c == 0) write_dot[r] = sum;
+    const float w = write[r];
+    const uint32_t g[4] = {grad.x, grad.y, grad.z, grad.w};
+    uint32_t x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 pair = unpack<T>(g[j]);
+      x[j] = pack<T>(w * pair.x, w * pair.y);
+    }
+    if (r < tokens) {
+      T* out = static_cast<T*>(a.grad_v.data) + p.row * a.grad_v.batch + token * a.grad_v.token +
+               p.hv * a.grad_v.head + column + 8 * c;
+      *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+template <typename T, bool kErase, bool kDecay, bool kAdvance>
+__device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<kAdvance>& s,
+                                          const Place& p) {
+  using Shared = BackwardShared<kAdvance>;
+  const ChunkArgs& a = args.common;
+  if (p.sequence < 0) return;
+  const int chunks = chunks_of(p);
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
+  const int column = 64 * group;
+  const int part = warp * 2 + lane / 8 % 2;
+  const uint32_t lane_offset = (lane / 16 * 8 + lane % 8) * 128 + ((part ^ (lane % 8)) << 4);
+  const int64_t state_size = int64_t{kDim} * kDim;
+  const int64_t part_offset = (p.part * a.value_heads + p.hv) * state_size;
+
+  float state[kDim / 2] = {};
+  if constexpr (!kAdvance) {
+    // The slot of a whole sequence is its number.
+    const float* from = args.part_tokens == 0 ? a.grad_final_state : args.part_states;
+    if (from) {
+      from += part_offset;
+      visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { x = from[i]; });
+    }
+  }
+  Ring<Shared::kStages> ring;
+  Ring<Shared::kOthers> others;
+#pragma unroll 1
+  for (int step = 0; step < chunks; ++step) {
+    const int i = ring.index, j = others.index;
+    const ChunkScalars& scalars = s.scalars[j];
+    const uint32_t round = step & 1;
+    s.tokens_full[i].wait(ring.round);
+    if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
+      clear_slack(s, tokens_of(p, reversed(chunks, 0)));
+    }
+    if constexpr (!kAdvance) s.grad_state_free.wait(round ^ 1);
+#pragma unroll
+    for (int n = 0; n < kDim / 16; ++n) {
+      uint32_t x[4];
+      pack_step<T>(x, &state[8 * n]);
+      stmatrix_x4(shared_address(s.grad_state[group][n / 4]) +
+                      tile_offset(16 * warp + lane % 16, n % 4 * 16 + lane / 16 * 8),
+                  x);
+    }
+    fence_async_proxy();
+    if constexpr (!kAdvance) s.grad_state_full.arrive();
+    sync_threads(4 + group, kWarpgroup);
+    float u[32];
+    fence_products();
+#pragma unroll
+    for (int n = 0; n < kDim / 16; ++n) {
+      product_shared<T>(u, describe_rows(s.grad_state[group][n / 4]) + n % 4 * 2,
+                        describe_rows(s.k[i][n / 4]) + n % 4 * 2, n > 0);
+    }
+    commit_products();
+    s.grad_o_full[j].wait(others.round);
+    uint32_t grad_o[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      ldmatrix_x4_transposed(grad_o[n],
+                             shared_address(s.grad_o[j][group]) + lane_offset + n * 16 * 128);
+    }
+    arrive_warp(s.grad_o_free[j]);
+    s.triangles_full[j].wait(others.round);
+    wait_products<0>();
+    pin(u);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 out = scalar_pair(scalars.key_out, n);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) u[4 * n + 2 * h] *= out.x, u[4 * n + 2 * h + 1] *= out.y;
+    }
+    pin(u);
+    fence_products();
+    {
+      const uint64_t b = describe_rows(s.scores[j]);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) product<T>(u, grad_o[n], b + 2 * n, true);
+      commit_products();
+      wait_products<0>();
+      pin(u);
+    }
+    uint32_t r[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) pack_step<T>(r[n], &u[8 * n]);
+    if constexpr (kErase) {
+      fence_products();
+      const uint64_t b = describe_columns(s.inverse[j], kC * 128);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) product_columns<T>(u, r[n], b + 128 * n, n > 0);
+      commit_products();
+    }
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {  // gate_q dO, column group n / 2
+      const float2 query = scalar_pair(scalars.query, n / 2);
+      const float2 x = unpack<T>(grad_o[n / 4][n % 4]);
+      grad_o[n / 4][n % 4] = pack<T>(query.x * x.x, query.y * x.y);
+    }
+    if constexpr (kDecay) {
+      const float gate = scalars.gate;
+#pragma unroll
+      for (int n = 0; n < kDim / 2; ++n) state[n] *= gate;
+    }
+    if constexpr (kErase) {
+      wait_products<0>();
+      pin(u);
+    }
+    if constexpr (!kAdvance) {
+      s.grad_r_free.wait(round ^ 1);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        pack_step<T>(r[n], &u[8 * n]);
+        stmatrix_x4_transposed(shared_address(s.grad_r[group]) + lane_offset + n * 16 * 128, r[n]);
+      }
+      fence_async_proxy();
+      s.grad_r_full.arrive();
+    }
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      const float2 erase = scalar_pair(scalars.erase, n / 2);
+      r[n / 4][n % 4] = pack<T>(-erase.x * u[2 * n], -erase.y * u[2 * n + 1]);
+    }
+    pin(state);
+    fence_products();
+    {
+      const uint64_t q = describe_columns(s.q[i], kC * 128), k = describe_columns(s.k[i], kC * 128);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) product_columns<T>(state, grad_o[n], q + 128 * n, true);
+      if constexpr (kErase) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) product_columns<T>(state, r[n], k + 128 * n, true);
+      }
+      commit_products();
+    }
+    if constexpr (!kAdvance) {  // while the products run
+      const int chunk = reversed(chunks, step);
+      sync_threads(4 + group, kWarpgroup);
+      value_gradients<T>(a, p, s.grad_r[group], scalars.write, s.write_dot[round][group], column,
+                         p.begin + int64_t{chunk} * kC, tokens_of(p, chunk));
+      arrive_warp(s.write_dot_full);
+    }
+    s.triangles_free[j].arrive();  // each thread has read scalars
+    wait_products<0>();
+    pin(state);
+    arrive_warp(s.tokens_free[i]);
+    ring.advance();
+    others.advance();
+  }
+  float* to = nullptr;
+  if constexpr (kAdvance) {
+    to = args.part_results + part_offset;
+  } else if (a.grad_initial_state && p.first) {
+    to = a.grad_initial_state + (p.sequence * a.value_heads + p.hv) * state_size;
+  }
+  if (to) visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { to[i] = x; });
+}
+
+}  // namespace efla::cuda::sm90
