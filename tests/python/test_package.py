@@ -142,21 +142,23 @@ print(*sorted({m.split(".")[0] for m in set(sys.modules) - before}))
     assert done.stdout.split() == ["efla"], done.stdout + done.stderr
 
 
-def test_what_another_torch_is_told(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "efla", ignore=shutil.ignore_patterns("*.so*"))
-    (tmp_path / "efla" / "libefla_ops.so").touch()  # would not load, but is not tried
-    info = tmp_path / "efla" / "libefla_ops.json"
+def test_what_another_torch_is_told(tmp_path, monkeypatch):
+    library = tmp_path / "libefla_ops.so"
+    library.touch()  # would not load, but is not tried
+    monkeypatch.setenv("EFLA_LIBRARY", str(library))
+    info = tmp_path / "libefla_ops.json"
     info.write_text(json.dumps({"torch": "2.4.1+cu124", "cuda": True}))
-    done = python("-c", "import efla", path=tmp_path)
-    (last,) = done.stderr.splitlines()[-1:]
-    assert re.match(
-        r"ImportError: .*libefla_ops.so was built against torch 2\.4\.1\+cu124, but torch .* is "
-        r"installed: install torch 2\.4, or build efla again with torch \d+\.\d+ \(pip install",
-        last,
-    ), done.stderr
-    info.write_text(json.dumps({"torch": torch.__version__, "cuda": False}))
-    done = python("-c", "import efla", path=tmp_path)
-    assert "could not be loaded with torch" in done.stderr.splitlines()[-1]
+    with pytest.raises(ImportError) as error:
+        efla._library.load_library()
+    assert re.fullmatch(
+        r"\S*libefla_ops.so was built against torch 2\.4\.1\+cu124, but torch \S+ is installed: "
+        r"install torch 2\.4, or build efla again with torch \d+\.\d+ \(pip install .*\)",
+        str(error.value),
+    )
+    for same in (torch.__version__, torch.__version__.split("+")[0] + "+other"):
+        info.write_text(json.dumps({"torch": same, "cuda": False}))
+        with pytest.raises(ImportError, match="could not be loaded with torch"):
+            efla._library.load_library()
 
 
 def test_the_build_says_what_it_was_built_against():
