@@ -170,3 +170,28 @@ def test_a_missing_library_says_what_to_do(tmp_path):
     (package / "libefla_ops.so").write_text("not a library")
     broken = run_python("import efla", tmp_path, PYTHONPATH=str(tmp_path / "python"))
     assert "could not be loaded" in broken.stderr and "ImportError" in broken.stderr
+
+
+@pytest.mark.parametrize("op", [efla.chunk, efla.recurrent])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_exact_step_takes_the_largest_keys_of_float16(op, dtype):
+    x = {n: t if t is None else t.to(dtype) for n, t in inputs(tokens=70, dtype=dtype).items()}
+    x.pop("initial_state")
+    x["k"] = torch.full_like(x["k"], torch.finfo(torch.float16).max) * x["k"].sign()
+    leaves = [x[n].requires_grad_() for n in ("q", "k", "v", "beta")]
+    o, state = op(*leaves, output_final_state=True)
+    o.float().square().sum().backward()
+    assert o.isfinite().all() and state.isfinite().all()
+    assert all(t.grad.isfinite().all() for t in leaves)
+
+
+def test_integers_have_no_gradients_and_offsets_their_own_device():
+    with pytest.raises(RuntimeError, match="[Oo]nly.*floating point.*can require gradients"):
+        torch.ones(1, 3, 1, 2, dtype=torch.int64, requires_grad=True)
+    x = {n: t for n, t in inputs(batch=1).items() if n not in ("initial_state", "log_decay")}
+    offsets = torch.tensor([0, 19], device="meta")
+    with pytest.raises(RuntimeError, match="cu_seqlens is on meta"):
+        efla.chunk(**x, cu_seqlens=offsets)
+    with pytest.raises(RuntimeError, match="state is on meta"):
+        token = {n: t[:, 0] for n, t in x.items()}
+        efla.step_(**token, state=torch.zeros(1, 2, 8, 6, device="meta"))
