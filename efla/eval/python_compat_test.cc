@@ -24,6 +24,7 @@ TEST(PythonRandom, DrawsWhatCPythonDraws) {
   EXPECT_EQ(random.sample(1000, 4), (Indices{100, 784, 363, 242}));
   EXPECT_EQ(random.sample(100, 6), (Indices{2, 3, 44, 82, 79, 61}));
   EXPECT_EQ(random.sample(5000, 8), (Indices{3797, 1216, 747, 1499, 937, 119, 4121, 3987}));
+  EXPECT_EQ(random.sample(60, 6), (Indices{56, 15, 4, 42, 34, 29}));
 
   PythonRandom zero(0);
   EXPECT_EQ(zero.uniform(), 0.8444218515250481);
@@ -86,6 +87,8 @@ TEST(Wikitext, DetokenizesAsTheHarness) {
                           ") c ) ! Why ? yes\u00a0( \u2003x\u3000) '"),
       "the boys'toys /'[0-9]/ unclosed (paren\n'' and \"\" plus ( a ( b) c )! Why? "
       "yes\u00a0(x) '");
+  EXPECT_EQ(wikitext_detokenize("it cost N dollars , Teddy 's N N"),
+            "it cost 1 dollars, Teddy's 1 N");
   EXPECT_EQ(wikitext_detokenize(""), "");
 }
 
