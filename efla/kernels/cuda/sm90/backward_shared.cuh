@@ -16,22 +16,23 @@ struct BackwardMaps {
   CUtensorMap state;         // transposed, [slots * HV * V, 128]
 };
 
-// Per token, from the scalars' warps to the warpgroup of dQ and dK. k is what the step rule sees.
+// Per token, from the scalars' warps to the warpgroup of dQ and dK. |k| is that of what the step
+// rule sees (1 for a zero key), r = 1 / |k| of the optional l2 normalisation, else 1.
 struct TokenFactors {
-  float norm[kC];          // |k|; 1 for a zero key
-  float inverse_norm[kC];  // 1 / norm
-  float key_scale[kC];     // 1 / |k| of the optional l2 normalisation, else 1
-  float query[kC];         // scale, times 1 / |q| of the optional l2 normalisation
-  float erase[kC];         // e
-  float cumulative[kC];    // G, inclusive
-  float z[kC];             // -e Gamma |k|: of Z in dK
-  float x[kC];             // exp(G_C - G) / |k|: of X
-  float y[kC];             // scale Gamma: of Y in dQ
+  float row[kC];         // -r |k|
+  float symmetric[kC];   // -e r |k|: of D o dL o K in dK
+  float column[kC];      // r / |k|, with decay; else U comes with it
+  float cumulative[kC];  // G, inclusive
+  float query[kC];       // scale, times 1 / |q| of the optional l2 normalisation
+  float key[kC];         // r
+  float z[kC];           // -e Gamma r |k|: of Z in dK
+  float x[kC];           // exp(G_C - G) r / |k|: of X, with decay
+  float y[kC];           // Gamma: of Y in dQ
 };
 
 // Per token, the other way.
 struct TokenSums {
-  float zk[kC], yq[kC], xk[kC];  // row sums of Z o K, Y o Q and of gate_k X o K
+  float zk[kC], yq[kC], xk[kC];  // row sums of Z o K, Y o Q and of r gate_k X o K
   float pairs[2][kC];            // row sums of D o dL o KK^T and of D o dP o scale QK^T
   float columns[2][4][kC];       // their column sums by warp, the first times e
 };
@@ -54,7 +55,6 @@ struct BackwardShared {
   ChunkScalars scalars[kOthers];  // of the forward walk
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
-  float key_factor[kC];            // 2 dlambda: of K in dK
   float write_dot[2][2][kC];       // dR.v by half of V, of alternate chunks
   float halves[3 * kScalarWarps];  // parts of sums over tokens, by warp
 
@@ -68,7 +68,7 @@ struct BackwardShared {
   Barrier grad_state_full, grad_state_free;
   Barrier grad_r_full, grad_r_free;
   Barrier factors_full[2], factors_free[2];
-  Barrier sums_full, write_dot_full, key_factor_full;
+  Barrier sums_full, write_dot_full, diagonal_full;
   Barrier cleared;  // zeros in place of what lies behind the sequence
 };
 

@@ -91,7 +91,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kAdvance>& s) {
   s.grad_state_full.init(kChain), s.grad_state_free.init(4 + kDots);
   s.grad_r_full.init(kChain), s.grad_r_free.init(4);
   s.write_dot_full.init(kChainWarps);
-  s.sums_full.init(kWarpgroup), s.key_factor_full.init(32 * kScalarWarps);
+  s.sums_full.init(kWarpgroup), s.diagonal_full.init(32 * kScalarWarps);
   s.cleared.init(kChain);
   fence_barrier_init();
 }
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kAdvance>, 1)
   if constexpr (!kAdvance) {
     if (group == 2) {
       take_registers<144>();
-      walk_tokens<T, kDecay>(args.common, s, p);
+      walk_tokens<T, kErase, kDecay>(args.common, s, p);
       return;
     }
   }
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kAdvance>, 1)
   if (warp == 1 && lane == 0) feed_kept<kErase>(maps, args.common, s, p);
   if constexpr (!kAdvance) {
     const int token = threadIdx.x % (32 * kScalarWarps);
-    if (warp >= 2) ScalarGradients<T, kDecay>{args.common, s, p, token, lane}.walk();
+    if (warp >= 2) ScalarGradients<T, kErase, kDecay>{args.common, s, p, token, lane}.walk();
   }
 }
 

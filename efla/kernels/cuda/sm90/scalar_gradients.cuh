@@ -7,27 +7,31 @@
 
 namespace efla::cuda::sm90 {
 
-template <typename T, bool kDecay>
+template <typename T, bool kErase, bool kDecay>
 struct ScalarGradients {
   const ChunkArgs& a;
   GradientShared& s;
   const Place& p;
-  int t, lane;                        // token of the chunk; lane of the warp
-  float beta = 0.f, log_decay = 0.f;  // of this chunk's token
-  float lambda = 0.f, total = 0.f;    // |k|^2; G_C
+  int t, lane;  // token of the chunk; lane of the warp
+
+  // This thread's token: its inputs, and what make_factors() found.
+  struct Token {
+    float beta, log_decay, lambda, norm, key_scale, erase, query, gamma, total;
+  };
 
   static __device__ __forceinline__ void sync() { sync_threads(3, 32 * kScalarWarps); }
 
-  // Starts on a chunk: its tokens' inputs, and v on its way into the cache.
-  __device__ __forceinline__ void begin(int chunk) {
+  // Reads the inputs of a chunk's token, and sends for its v.
+  __device__ __forceinline__ Token begin(int chunk) {
+    Token x{};
+    if (t >= tokens_of(p, chunk)) return x;
     const int64_t token = p.begin + int64_t{chunk} * kC + t;
-    beta = log_decay = 0.f;
-    if (t >= tokens_of(p, chunk)) return;
-    beta = *element<float>(a.beta, p.row, token, p.hv);
-    if constexpr (kDecay) log_decay = *element<float>(a.log_decay, p.row, token, p.hv);
+    x.beta = *element<float>(a.beta, p.row, token, p.hv);
+    if constexpr (kDecay) x.log_decay = *element<float>(a.log_decay, p.row, token, p.hv);
     const T* v = element<T>(a.v, p.row, token, p.hv);
     asm volatile("prefetch.global.L2 [%0];" ::"l"(v));
     asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64));
+    return x;
   }
 
   // Both halves' sums of x over the chunk's tokens; `slot` of s.halves is this sum's own.
@@ -39,16 +43,17 @@ struct ScalarGradients {
     return make_float2(s.halves[2 * slot], s.halves[2 * slot + 1]);
   }
 
-  // As make_scalars of the portable kernels; but inverse_norm is 1 / |k| of what the step rule
-  // sees.
-  __device__ __forceinline__ void make_factors(int stage, TokenFactors& f, int tokens) {
+  // The coefficients of the chunk in ring stage `stage`.
+  __device__ __forceinline__ void make_factors(Token& x, int stage, TokenFactors& f, int tokens) {
     const float kk = square_of_row<T>(s.k[stage][0], 2, t);
     const float qq = a.qk_l2norm ? square_of_row<T>(s.q[stage][0], 2, t) : 0.f;
-    lambda = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
-    const float norm = kk > 0.f ? sqrtf(lambda) : 1.f;
+    x.key_scale = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
+    x.lambda = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
+    x.norm = kk > 0.f ? sqrtf(x.lambda) : 1.f;
     StepCoefficients<float> c{0.f, 0.f, 0.f};
-    if (t < tokens) c = step_coefficients(a.rule, beta, lambda, kDecay, log_decay);
-    float sum = 0.f, gamma = 1.f, out = 1.f;
+    if (t < tokens) c = step_coefficients(a.rule, x.beta, x.lambda, kDecay, x.log_decay);
+    float sum = 0.f, out = 1.f;
+    x.gamma = 1.f;
     if constexpr (kDecay) {
       sum = c.log_gate;
 #pragma unroll
@@ -58,19 +63,22 @@ struct ScalarGradients {
       }
       if (lane == 31) s.halves[t / 32] = sum;
       sync();
-      total = s.halves[0] + s.halves[1];
+      x.total = s.halves[0] + s.halves[1];
       if (t >= 32) sum += s.halves[0];
-      gamma = expf(sum), out = expf(total - sum);
+      x.gamma = expf(sum), out = expf(x.total - sum);
+      f.column[t] = x.key_scale / x.norm;
+      f.cumulative[t] = sum;
+      f.x[t] = out * x.key_scale / x.norm;
     }
-    f.norm[t] = norm;
-    f.inverse_norm[t] = 1.f / norm;
-    f.key_scale[t] = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
-    f.query[t] = a.scale * (a.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.f);
-    f.erase[t] = c.erase;
-    f.cumulative[t] = sum;
-    f.z[t] = -c.erase * gamma * norm;
-    f.x[t] = out / norm;
-    f.y[t] = a.scale * gamma;
+    x.erase = c.erase;
+    x.query = a.scale * (a.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.f);
+    const float row = -x.norm * x.key_scale;
+    f.row[t] = row;
+    f.symmetric[t] = c.erase * row;
+    f.query[t] = x.query;
+    f.key[t] = x.key_scale;
+    f.z[t] = c.erase * x.gamma * row;
+    f.y[t] = x.gamma;
   }
 
   // <S, dS> of the states on both sides of the chunk, this thread's part.
@@ -83,27 +91,23 @@ struct ScalarGradients {
     return sum;
   }
 
-  // de, dw, dG, then through the step rule.
-  __device__ __forceinline__ void finish(const TokenFactors& f, int64_t begin, int tokens,
-                                         float write_dot, float states) {
-    const float gamma = kDecay ? expf(f.cumulative[t]) : 1.f;
-    const float key_scale = f.key_scale[t], norm = f.norm[t], erase = f.erase[t];
-    const float zk = norm * key_scale * s.sums.zk[t];
-    const float grad_erase = s.sums.pairs[0][t] - gamma * zk;
-    float grad_gate = 0.f;
+  // de, dw, dG, then through the step rule. 2 dlambda goes on the diagonal of (B + B^T).
+  __device__ __forceinline__ void finish(const Token& x, int64_t begin, int tokens, float write_dot,
+                                         float states) {
+    float grad_erase = 0.f, grad_gate = 0.f;
+    if constexpr (kErase) {
+      grad_erase = s.sums.pairs[0][t] - x.gamma * x.norm * x.key_scale * s.sums.zk[t];
+    }
     if constexpr (kDecay) {
-      float columns[2] = {};
+      const float yq = x.query * x.gamma * s.sums.yq[t], xk = s.sums.xk[t];
+      float gate = x.erase * grad_erase + s.sums.pairs[1][t] + yq - xk;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        columns[0] += s.sums.columns[0][i][t];
-        columns[1] += s.sums.columns[1][i][t];
+        gate -= s.sums.columns[1][i][t];
+        if constexpr (kErase) gate -= s.sums.columns[0][i][t];
       }
-      const float yq = f.query[t] * gamma * s.sums.yq[t];
-      const float xk = key_scale * s.sums.xk[t];
-      float gate = erase * s.sums.pairs[0][t] - columns[0] + s.sums.pairs[1][t] - columns[1] + yq -
-                   erase * gamma * zk - xk;
       // From this token to the chunk's last, and what the whole chunk lets through.
-      const float2 through = sum_halves(xk + expf(total) * states, 1);
+      const float2 through = sum_halves(xk + expf(x.total) * states, 1);
       const float2 gates = sum_halves(gate, 2);
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
@@ -112,10 +116,14 @@ struct ScalarGradients {
       }
       grad_gate = gate + (t < 32 ? gates.y : 0.f) + through.x + through.y;
     }
-    const auto g = step_coefficients_backward(a.rule, beta, lambda, kDecay, log_decay,
-                                              {grad_gate, grad_erase, norm * write_dot});
-    s.key_factor[t] = 2.f * g.lambda * key_scale;
-    s.key_factor_full.arrive();
+    const auto g = step_coefficients_backward(a.rule, x.beta, x.lambda, kDecay, x.log_decay,
+                                              {grad_gate, grad_erase, x.norm * write_dot});
+    if constexpr (kErase) {
+      *reinterpret_cast<T*>(s.pairs[0] + tile_offset(t, t)) =
+          T(2.f * g.lambda * x.key_scale * x.key_scale);
+      fence_async_proxy();
+      s.diagonal_full.arrive();
+    }
     if (t >= tokens) return;
     const auto store = [&](const MutableView& view, float value) {
       if (view.data) {
@@ -127,24 +135,31 @@ struct ScalarGradients {
     store(a.grad_log_decay, g.log_decay);
   }
 
+  // Up to the factors of the chunk of `step`.
+  __device__ __forceinline__ Token prepare(int step) {
+    static_assert(GradientShared::kStages == 2);
+    const int stage = step % 2, chunk = reversed(chunks_of(p), step), tokens = tokens_of(p, chunk);
+    Token x = begin(chunk);
+    s.tokens_full[stage].wait(step / 2 & 1);
+    if (tokens < kC) s.cleared.wait(0);
+    s.factors_free[stage].wait((step / 2 & 1) ^ 1);
+    make_factors(x, stage, s.factors[stage], tokens);
+    s.factors_full[stage].arrive();
+    arrive_warp(s.tokens_free[stage]);
+    return x;
+  }
+
   __device__ __forceinline__ void walk() {
-    const int chunks = chunks_of(p);
-    Ring<GradientShared::kStages> ring;
-    if (chunks > 0) begin(reversed(chunks, 0));
+    if (chunks_of(p) == 0) return;
+    Token token = prepare(0);
 #pragma unroll 1
-    for (int step = 0; step < chunks; ++step, ring.advance()) {
-      const int i = ring.index, chunk = reversed(chunks, step), tokens = tokens_of(p, chunk);
+    for (int step = 0; step < chunks_of(p); ++step) {
       const uint32_t round = step & 1;
-      const int64_t first = p.begin + int64_t{chunk} * kC;
-      TokenFactors& f = s.factors[step % 2];
       hide(t);  // or addresses are kept across chunks, and spill
-      s.tokens_full[i].wait(ring.round);
-      if (tokens < kC) s.cleared.wait(0);
-      s.factors_free[step % 2].wait((step / 2 & 1) ^ 1);
-      make_factors(i, f, tokens);
-      s.factors_full[step % 2].arrive();
-      sync();  // also: both warps are done with the chunk before
-      arrive_warp(s.tokens_free[i]);
+      // The next chunk's factors first: this one's sums are a while in coming.
+      Token next{};
+      if (step + 1 < chunks_of(p)) next = prepare(step + 1);
+      const int chunk = reversed(chunks_of(p), step);
       float states = 0.f;
       if constexpr (kDecay) {
         s.state_full.wait(round);
@@ -156,8 +171,8 @@ struct ScalarGradients {
       s.write_dot_full.wait(round);
       const float write_dot = s.write_dot[round][0][t] + s.write_dot[round][1][t];
       s.sums_full.wait(round);
-      finish(f, first, tokens, write_dot, states);
-      if (step + 1 < chunks) begin(chunk - 1);
+      finish(token, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk), write_dot, states);
+      token = next;
     }
   }
 };

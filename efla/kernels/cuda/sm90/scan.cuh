@@ -316,10 +316,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       for (int n = 0; n < 4; ++n) product_columns<T>(o, u[n], b + 128 * n, true);
       commit_products();
       wait_products<1>();
-    } else if constexpr (kKeep) {  // U, while the product runs
+    } else if constexpr (kKeep) {  // U, without decay over |k|, while the product runs
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        stmatrix_x4_transposed(shared_address(s.v[i][group]) + lane_offset + n * 16 * 128, u[n]);
+        stmatrix_x4_transposed(shared_address(s.v[i][group]) + lane_offset + n * 16 * 128,
+                               kDecay ? u[n] : key_u[n]);
       }
       fence_async_proxy();
       sync_threads(2 + group, kWarpgroup);

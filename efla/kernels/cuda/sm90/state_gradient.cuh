@@ -37,16 +37,23 @@ __device__ __forceinline__ void value_gradients(const ChunkArgs& a, const Place&
                                                 float* write_dot, int column, int64_t begin,
                                                 int tokens) {
   const int thread = threadIdx.x % kWarpgroup, c = thread % 8;
+  uint4 value[kC / 16];  // read at once, for they come from far
 #pragma unroll
   for (int i = 0; i < kC / 16; ++i) {
     const int r = 16 * i + thread / 8;
-    const int64_t token = begin + r;
-    uint4 value = make_uint4(0, 0, 0, 0);
+    value[i] = make_uint4(0, 0, 0, 0);
     if (r < tokens) {
-      value = *reinterpret_cast<const uint4*>(element<T>(a.v, p.row, token, p.hv) + column + 8 * c);
+      value[i] =
+          *reinterpret_cast<const uint4*>(element<T>(a.v, p.row, begin + r, p.hv) + column + 8 * c);
     }
+  }
+  T* out = static_cast<T*>(a.grad_v.data) + p.row * a.grad_v.batch +
+           (begin + thread / 8) * a.grad_v.token + p.hv * a.grad_v.head + column + 8 * c;
+#pragma unroll
+  for (int i = 0; i < kC / 16; ++i, out += 16 * a.grad_v.token) {
+    const int r = 16 * i + thread / 8;
     const uint4 grad = *reinterpret_cast<const uint4*>(grad_r + tile_offset(r, 8 * c));
-    float sum = dot<T>(grad, value);
+    float sum = dot<T>(grad, value[i]);
 #pragma unroll
     for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     if (c == 0) write_dot[r] = sum;
@@ -58,11 +65,7 @@ __device__ __forceinline__ void value_gradients(const ChunkArgs& a, const Place&
       const float2 pair = unpack<T>(g[j]);
       x[j] = pack<T>(w * pair.x, w * pair.y);
     }
-    if (r < tokens) {
-      T* out = static_cast<T*>(a.grad_v.data) + p.row * a.grad_v.batch + token * a.grad_v.token +
-               p.hv * a.grad_v.head + column + 8 * c;
-      *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
-    }
+    if (r < tokens) *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
   }
 }
 

@@ -5,8 +5,9 @@
 //
 //   dL = -strictLower(dR U^T)    dP = tril(dO U^T)    Z = dR S^T    Y = dO S^T    X = U dS^T
 //   dQ = gate_q Y + scale (D o dP) K
-//   dK = (B + B^T) K - e Gamma Z + scale (D o dP)^T Q + gate_k X + 2 k dlambda,   B = e (dL o D)
+//   dK = (B + B^T + 2 dlambda) K - e Gamma Z + scale (D o dP)^T Q + gate_k X,   B = e (dL o D)
 //
+// dK is made times 1 / |k| of the optional l2 normalisation, dQ without the scale until the end.
 // What needs neither dR nor dS comes first: meanwhile the chain makes them.
 #pragma once
 
@@ -34,7 +35,7 @@ __device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
   return *reinterpret_cast<const uint32_t*>(&sum);
 }
 
-template <typename T, bool kDecay>
+template <typename T, bool kErase, bool kDecay>
 struct TokenGradients {
   using Pair = unsigned char[2][kC * 128];  // 64 rows of 128 columns, in halves
   const ChunkArgs& a;
@@ -46,27 +47,28 @@ struct TokenGradients {
 
   static __device__ __forceinline__ void sync() { sync_threads(2, kWarpgroup); }
 
-  // d = X S^T for a tile pair x [kC, V] and a transposed state [V, K].
+  // Starts d (+)= X S^T for a tile pair x [kC, V] and a transposed state [V, K].
   __device__ __forceinline__ void multiply_state(float (&d)[64], Pair& x,
-                                                 unsigned char (&state)[2][2][kC * 128]) {
+                                                 unsigned char (&state)[2][2][kC * 128], bool add) {
     fence_products();
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
       product_shared_columns<T>(d, describe_rows(x[i / 4]) + i % 4 * 2,
-                                describe_columns(state[i / 4][0], kC * 128) + 128 * (i % 4), i > 0);
+                                describe_columns(state[i / 4][0], kC * 128) + 128 * (i % 4),
+                                add || i > 0);
     }
     commit_products();
-    wait_products<0>();
-    pin(d);
   }
 
-  // d += X Y for a C x C tile x and a tile pair y [kC, K].
+  // Starts d += X Y for a C x C tile x and a tile pair y [kC, K].
   __device__ __forceinline__ void add_square(float (&d)[64], const unsigned char* x, Pair& y) {
+    fence_products();
 #pragma unroll
     for (int i = 0; i < kC / 16; ++i) {
       product_shared_columns<T>(d, describe_rows(x) + 2 * i,
                                 describe_columns(y[0], kC * 128) + 128 * i, true);
     }
+    commit_products();
   }
 
   // d = X Y^T for tile pairs of 128 columns.
@@ -103,69 +105,53 @@ struct TokenGradients {
     if (lane % 4 == 0) sums[row0] = x, sums[row0 + 8] = y;
   }
 
-  __device__ __forceinline__ void scale_rows(float (&d)[64], const float (&factor)[kC]) const {
-    const float x[2] = {factor[row0], factor[row0 + 8]};
+  __device__ __forceinline__ void scale_rows(float (&d)[64], float x, float y) const {
 #pragma unroll
-    for (int n = 0; n < 32; ++n) d[2 * n] *= x[n % 2], d[2 * n + 1] *= x[n % 2];
+    for (int n = 0; n < 32; ++n) d[2 * n] *= n % 2 ? y : x, d[2 * n + 1] *= n % 2 ? y : x;
   }
 
-  // From pair = dR U^T (kScores: dO U^T) and gram = K K^T (Q K^T, only with decay) to the C x C
-  // operands and their sums. kScores: s.pairs[0] = scale (D o dP), columns scaled for K as stored;
-  // s.pairs[1] = its transpose, scaled for Q as stored. Else s.pairs[0] = B + B^T, columns scaled
-  // for K as stored.
+  // From pair = dO U^T (kScores) or dR U^T, and gram = Q K^T (with decay) or K K^T, to the C x C
+  // operands and their sums. kScores: s.pairs[0] = D o dP / scale, s.pairs[1] = (scale D o dP)^T,
+  // for K and Q as stored. Else s.pairs[0] = B + B^T for K as stored, its diagonal zero.
   template <bool kScores>
   __device__ __forceinline__ void make_operands(const float (&pair)[32], const float (&gram)[32],
-                                                const TokenFactors& w) {
+                                                const TokenFactors& f) {
     constexpr bool kSums = kDecay || !kScores;
-    // With m = D o dP / |k_i|, or -D o dL / |k_i| in the other: [t][i] is direct_t key_i m, [i][t]
-    // is turned_t m, and the sums are of key_i m gram, times `row` or `turned` of t.
-    float direct_factor[2], turned_factor[2], row_factor[2], sums[2] = {};
+    const float(&factors)[kC] = kScores ? f.query : f.symmetric;
+    const float factor[2] = {factors[row0], factors[row0 + 8]};
+    const float gate[2] = {kDecay ? f.cumulative[row0] : 0.f,
+                           kDecay ? f.cumulative[row0 + 8] : 0.f};
+    float sums[2] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int t = row0 + 8 * h;
-      if (kScores) {
-        direct_factor[h] = a.scale;
-        turned_factor[h] = row_factor[h] = w.query[t];
-      } else {
-        const float norm = -w.norm[t], key = w.key_scale[t], erase = w.erase[t];
-        direct_factor[h] = erase * norm;
-        row_factor[h] = norm * key;
-        turned_factor[h] = erase * row_factor[h];
-      }
-    }
-    const float gate[2] = {kDecay ? w.cumulative[row0] : 0.f,
-                           kDecay ? w.cumulative[row0 + 8] : 0.f};
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {  // this warp's rows t, columns i of 16 x 16 blocks
-      uint32_t direct[4] = {}, turned[4] = {};
+    for (int block = 0; block < 4; ++block) {   // this warp's rows t, columns i of 16 x 16 blocks
+      uint32_t direct[4] = {}, turned[4] = {};  // for [t][i] and [i][t]
       if (block <= warp) {
         float columns[4] = {};
 #pragma unroll
         for (int n = 0; n < 4; ++n) {  // column group 2 block + n / 2, rows row0 + 8 (n % 2)
           const int h = n % 2, t = row0 + 8 * h, i = 16 * block + n / 2 * 8 + t4;
-          const float2 inverse = *reinterpret_cast<const float2*>(&w.inverse_norm[i]);
-          const float2 key = *reinterpret_cast<const float2*>(&w.key_scale[i]);
-          float x = pair[8 * block + 2 * n] * inverse.x;
-          float y = pair[8 * block + 2 * n + 1] * inverse.y;
+          // D o dP / scale, or -D o dL / (r |k_t|); without decay U came over |k_i| / r.
+          float x = pair[8 * block + 2 * n], y = pair[8 * block + 2 * n + 1];
           if constexpr (kDecay) {
-            const float2 other = *reinterpret_cast<const float2*>(&w.cumulative[i]);
-            x *= __expf(gate[h] - other.x), y *= __expf(gate[h] - other.y);
+            const float2 column = *reinterpret_cast<const float2*>(&f.column[i]);
+            const float2 other = *reinterpret_cast<const float2*>(&f.cumulative[i]);
+            x *= column.x * __expf(gate[h] - other.x);
+            y *= column.y * __expf(gate[h] - other.y);
           }
           if (block == warp) {
             if (kScores ? i > t : i >= t) x = 0.f;
             if (kScores ? i + 1 > t : i + 1 >= t) y = 0.f;
           }
-          const float kx = x * key.x, ky = y * key.y;
           if constexpr (kSums) {
-            const float gx = kx * gram[8 * block + 2 * n], gy = ky * gram[8 * block + 2 * n + 1];
+            const float gx = x * gram[8 * block + 2 * n], gy = y * gram[8 * block + 2 * n + 1];
             sums[h] += gx + gy;
             if constexpr (kDecay) {
-              columns[n / 2 * 2] += turned_factor[h] * gx;
-              columns[n / 2 * 2 + 1] += turned_factor[h] * gy;
+              columns[n / 2 * 2] += factor[h] * gx;
+              columns[n / 2 * 2 + 1] += factor[h] * gy;
             }
           }
-          direct[n] = pack<T>(direct_factor[h] * kx, direct_factor[h] * ky);
-          turned[n] = pack<T>(turned_factor[h] * x, turned_factor[h] * y);
+          turned[n] = pack<T>(factor[h] * x, factor[h] * y);
+          direct[n] = kScores ? pack<T>(x, y) : turned[n];
         }
         if constexpr (kDecay) {
 #pragma unroll
@@ -200,23 +186,22 @@ struct TokenGradients {
       }
     }
     if constexpr (kSums) {
-      keep_sums(s.sums.pairs[kScores], row_factor[0] * sum_quad(sums[0]),
-                row_factor[1] * sum_quad(sums[1]));
+      const float(&rows)[kC] = kScores ? f.query : f.row;
+      keep_sums(s.sums.pairs[kScores], rows[row0] * sum_quad(sums[0]),
+                rows[row0 + 8] * sum_quad(sums[1]));
     }
     fence_async_proxy();
   }
 
-  // Backward of x r, r = 1 / |x|: r (g - x r^2 (x.g)), in place.
-  __device__ __forceinline__ void through_l2norm(float (&d)[64], const Pair& tiles,
-                                                 const float (&scale)[kC], float divide) const {
+  // Backward of x r, r = 1 / |x|, in place, from d = r g: r (g - x r^2 (x.g)).
+  __device__ __forceinline__ void through_l2norm(float (&d)[64], const Pair& tiles, float r0,
+                                                 float r1) const {
     const float2 dots = row_dots(d, tiles);
-    const float r[2] = {scale[row0] / divide, scale[row0 + 8] / divide};
-    const float along[2] = {r[0] * r[0] * dots.x, r[1] * r[1] * dots.y};
+    const float along[2] = {r0 * r0 * dots.x, r1 * r1 * dots.y};
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
       const float2 x = pair_at(tiles, n);
-      d[2 * n] = r[n % 2] * (d[2 * n] - along[n % 2] * x.x);
-      d[2 * n + 1] = r[n % 2] * (d[2 * n + 1] - along[n % 2] * x.y);
+      d[2 * n] -= along[n % 2] * x.x, d[2 * n + 1] -= along[n % 2] * x.y;
     }
   }
 
@@ -275,25 +260,28 @@ struct TokenGradients {
     sync();
     float d[64];
     s.state_full.wait(round);
-    multiply_state(d, s.grad_o[0], s.state);
-    arrive_warp(s.grad_o_free[0]);
+    multiply_state(d, s.grad_o[0], s.state, false);
     if constexpr (kDecay) {
+      wait_products<0>();
+      pin(d);
       const float2 sums = row_dots(d, q);
       keep_sums(s.sums.yq, sums.x, sums.y);
+      scale_rows(d, f.y[row0], f.y[row0 + 8]);
+      pin(d);
     }
-    scale_rows(d, f.y);
-    pin(d);
-    fence_products();
     add_square(d, s.pairs[0], k);
-    commit_products();
     wait_products<0>();
     pin(d);
-    if (a.qk_l2norm) through_l2norm(d, q, f.query, a.scale);
+    arrive_warp(s.grad_o_free[0]);
+    const float scale[2] = {f.query[row0], f.query[row0 + 8]};  // a.scale without l2norm
+    scale_rows(d, scale[0], scale[1]);
+    if (a.qk_l2norm) through_l2norm(d, q, scale[0] / a.scale, scale[1] / a.scale);
     store_rows(a.grad_q, d, begin, tokens);
   }
 
-  // d += (scale U) dS^T, U's rows scaled on the way to the registers.
-  __device__ __forceinline__ void add_key_writes(float (&d)[64], const TokenFactors& f) {
+  // d (+)= (x U) dS^T, U's rows scaled on the way to the registers.
+  __device__ __forceinline__ void add_scaled_writes(float (&d)[64], const TokenFactors& f,
+                                                    bool add) {
     const float scale[2] = {f.x[row0], f.x[row0 + 8]};
     pin(d);
 #pragma unroll
@@ -313,7 +301,7 @@ struct TokenGradients {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         product_columns<T>(d, x[i], describe_columns(s.grad_state[i0 / 4][0], kC * 128) + 128 * i,
-                           true);
+                           add || i0 + i > 0);
       }
       commit_products();
       wait_products<0>();
@@ -323,56 +311,60 @@ struct TokenGradients {
 
   __device__ __forceinline__ void key_gradients(Pair& k, Pair& q, const TokenFactors& f,
                                                 int64_t begin, int tokens, uint32_t round) {
-    {
-      float pair[32], gram[32];
-      fence_products();
-      multiply_rows(gram, k, k);
-      s.grad_r_full.wait(round);
-      fence_products();
-      multiply_rows(pair, s.grad_r, s.u);
-      commit_products();
-      wait_products<0>();
-      pin(pair);
-      pin(gram);
-      sync();  // all have read s.pairs[0]
-      make_operands<false>(pair, gram, f);
-    }
     float d[64];
-    multiply_state(d, s.grad_r, s.state);
+    float2 zk = make_float2(0.f, 0.f);
+    if constexpr (kErase) {
+      {
+        float pair[32], gram[32];
+        fence_products();
+        multiply_rows(gram, k, k);
+        s.grad_r_full.wait(round);
+        fence_products();
+        multiply_rows(pair, s.grad_r, s.u);
+        commit_products();
+        wait_products<0>();
+        pin(pair);
+        pin(gram);
+        sync();  // all have read s.pairs[0]
+        make_operands<false>(pair, gram, f);
+      }
+      multiply_state(d, s.grad_r, s.state, false);
+      wait_products<0>();
+      pin(d);
+      zk = row_dots(d, k);
+      keep_sums(s.sums.zk, zk.x, zk.y);
+      scale_rows(d, f.z[row0], f.z[row0 + 8]);
+    } else {
+      s.grad_r_full.wait(round);
+    }
     arrive_warp(s.grad_r_free);
     arrive_warp(s.state_free);
-    const float2 zk = row_dots(d, k);
-    keep_sums(s.sums.zk, zk.x, zk.y);
-    scale_rows(d, f.z);
     s.grad_state_full.wait(round);
-    add_key_writes(d, f);
-    arrive_warp(s.u_free);
-    arrive_warp(s.grad_state_free);
     if constexpr (kDecay) {
+      add_scaled_writes(d, f, kErase);
       const float2 all = row_dots(d, k);
       keep_sums(s.sums.xk, all.x - f.z[row0] * zk.x, all.y - f.z[row0 + 8] * zk.y);
+      s.sums_full.arrive();
+    } else {
+      s.sums_full.arrive();
+      pin(d);
+      multiply_state(d, s.u, s.grad_state, kErase);
     }
-    s.sums_full.arrive();
-    sync();  // the operands are there
-    fence_products();
-    add_square(d, s.pairs[0], k);
     add_square(d, s.pairs[1], q);
-    commit_products();
+    if constexpr (kErase) {
+      s.diagonal_full.wait(round);  // so the rest of s.pairs[0] is there, too
+      add_square(d, s.pairs[0], k);
+    }
     wait_products<0>();
     pin(d);
-    s.key_factor_full.wait(round);
-    const float factor[2] = {s.key_factor[row0], s.key_factor[row0 + 8]};
-#pragma unroll
-    for (int n = 0; n < 32; ++n) {
-      const float2 x = pair_at(k, n);
-      d[2 * n] += factor[n % 2] * x.x, d[2 * n + 1] += factor[n % 2] * x.y;
-    }
-    if (a.qk_l2norm) through_l2norm(d, k, f.key_scale, 1.f);
+    arrive_warp(s.u_free);
+    arrive_warp(s.grad_state_free);
+    if (a.qk_l2norm) through_l2norm(d, k, f.key[row0], f.key[row0 + 8]);
     store_rows(a.grad_k, d, begin, tokens);
   }
 };
 
-template <typename T, bool kDecay>
+template <typename T, bool kErase, bool kDecay>
 __device__ __forceinline__ void walk_tokens(const ChunkArgs& a, GradientShared& s, const Place& p) {
   static_assert(GradientShared::kStages == 2);
   int thread = threadIdx.x % kWarpgroup;
@@ -386,7 +378,7 @@ __device__ __forceinline__ void walk_tokens(const ChunkArgs& a, GradientShared& 
       s.grad_o_full[0].wait(step & 1);
       if (tokens < kC) s.cleared.wait(0);
       hide(thread);
-      TokenGradients<T, kDecay>{a, s, p, thread / 32, thread % 32}.query_gradients(
+      TokenGradients<T, kErase, kDecay>{a, s, p, thread / 32, thread % 32}.query_gradients(
           s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens, step & 1,
           stage, step / 2 & 1);
     }
@@ -395,7 +387,7 @@ __device__ __forceinline__ void walk_tokens(const ChunkArgs& a, GradientShared& 
     {
       const int stage = step % 2, chunk = reversed(chunks_of(p), step),
                 tokens = tokens_of(p, chunk);
-      TokenGradients<T, kDecay>{a, s, p, thread / 32, thread % 32}.key_gradients(
+      TokenGradients<T, kErase, kDecay>{a, s, p, thread / 32, thread % 32}.key_gradients(
           s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens,
           step & 1);
       arrive_warp(s.tokens_free[stage]);
