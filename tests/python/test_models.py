@@ -299,6 +299,8 @@ def test_bad_calls():
         model(ids, past_key_values=transformers.DynamicCache())
     with pytest.raises(ValueError, match="attention_mask must have shape"):
         model(ids, attention_mask=torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(TypeError, match="EflaForCausalLM got an unexpected.*'attn_mask'"):
+        model(ids, attn_mask=None)
     with pytest.raises(IndexError, match="out of range"):
         model(ids + 61)
 

@@ -35,6 +35,16 @@ _CACHE = (
     else "past_key_values"
 )
 
+# Arguments of other models that mean nothing to these, or that only the loss takes.
+_WITHOUT_MEANING = {"position_ids", "cache_position", "token_type_ids", "output_attentions"}
+_OF_THE_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
+
+
+def _refuse_unknown(model: nn.Module, kwargs: dict[str, Any], known: set[str]) -> None:
+    for name in kwargs:
+        if name not in known:
+            raise TypeError(f"{type(model).__name__} got an unexpected keyword argument {name!r}")
+
 
 # What the models return; the cache under the name that this release of transformers looks for.
 EflaOutput: Any = make_dataclass(
@@ -172,6 +182,7 @@ class EflaModel(EflaPreTrainedModel):
         columns of earlier tokens too. cu_seqlens ``[N + 1]`` packs N sequences into B = 1. The cache
         goes by either name.
         """
+        _refuse_unknown(self, kwargs, _WITHOUT_MEANING)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -266,6 +277,7 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Logits ``[B, T, vocab]`` (the last logits_to_keep positions of them, if not 0), and the loss
         if labels ``[B, T]`` are given. The other arguments are those of :class:`EflaModel`."""
+        _refuse_unknown(self, kwargs, _WITHOUT_MEANING | _OF_THE_LOSS)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -284,8 +296,9 @@ class EflaForCausalLM(EflaPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
+            given = {name: kwargs[name] for name in _OF_THE_LOSS if name in kwargs}
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **given
             )
         output = EflaOutput(
             loss=loss,
