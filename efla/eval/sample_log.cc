@@ -61,6 +61,7 @@ void SampleLog::write(const TaskSpec& spec, int64_t index, const EvalSample& sam
     line["bytes"] = sample.bytes;
   } else {
     std::vector<std::string> contexts;
+    contexts.reserve(sample.contexts.size());
     for (const std::string& context : sample.contexts) contexts.push_back(prefix + context);
     line["contexts"] = contexts;
     line["continuations"] = sample.continuations;

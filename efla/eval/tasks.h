@@ -48,8 +48,8 @@ struct TaskSpec {
   std::vector<std::string> train_files;  // likewise, for few-shot examples
   bool has_test_split = false;  // in lm-evaluation-harness, which then draws examples without
                                 // asking whether one of them is the question itself
-  bool normalized = true;  // acc_norm and acc_bytes make sense: the choices differ
-  std::string headline;    // the metric that papers report
+  bool normalized = true;       // acc_norm and acc_bytes make sense: the choices differ
+  std::string headline;         // the metric that papers report
   EvalSample (*read)(const TaskRecord&) = nullptr;  // not for kRolling
 };
 
