@@ -54,9 +54,14 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void
   };
   // Without a token there is nothing to map: the walks only pass the states through.
   const bool any = batch * a.tokens > 0;
+  const auto gradient = [&](CUtensorMap& out, const MutableView& x) {
+    return !x.data || a.value_heads > a.heads ||
+           make_map(out, x, dtype, batch, a.tokens, a.heads, kDim);
+  };
   if (any && !(map(maps.q, a.q, a.heads) && map(maps.k, a.k, a.heads) &&
                map(v, a.v, a.value_heads) && map(maps.grad_o, a.grad_o, a.value_heads) &&
-               workspace(maps.u, a.u, kC) && workspace(maps.state, a.states, kDim))) {
+               workspace(maps.u, a.u, kC) && workspace(maps.state, a.states, kDim) &&
+               gradient(maps.grad_q, a.grad_q) && gradient(maps.grad_k, a.grad_k))) {
     return cudaErrorInvalidValue;
   }
   const ScanMaps scan{maps.q, maps.k, v, maps.u};

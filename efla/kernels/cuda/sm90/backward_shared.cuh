@@ -9,11 +9,12 @@ namespace efla::cuda::sm90 {
 inline constexpr int kDim = 128;        // K and V
 inline constexpr int kScalarWarps = 2;  // a thread per token
 
-// Boxes of 64 x 64: q, k, grad_o as in the scan; the others over all rows of the workspaces.
+// Boxes of 64 x 64: of tokens as in the scan; the others over all rows of the workspaces.
 struct BackwardMaps {
-  CUtensorMap q, k, grad_o;  // [B, T, H, 128]
-  CUtensorMap u;             // [slots * HV * kC, 128]
-  CUtensorMap state;         // transposed, [slots * HV * V, 128]
+  CUtensorMap q, k, grad_o;    // [B, T, H, 128]
+  CUtensorMap grad_q, grad_k;  // likewise, where heads are not grouped
+  CUtensorMap u;               // [slots * HV * kC, 128]
+  CUtensorMap state;           // transposed, [slots * HV * V, 128]
 };
 
 // Per token, from the scalars' warps to the warpgroup of dQ and dK. |k| is that of what the step
@@ -45,23 +46,24 @@ struct BackwardShared {
   static constexpr int kOthers = kAdvance ? 2 : 1;  // of dO, of the triangles and scalars
   static constexpr int kRest = kAdvance ? 8 : kTile;
 
-  unsigned char k[kStages][2][kTile], q[kStages][2][kTile];  // columns in halves
-  unsigned char grad_o[kOthers][2][kTile];
+  unsigned char k[kStages][2][kTile], q[kStages][2][kTile];       // columns in halves
+  unsigned char grad_o[kOthers][2][kTile];                        // later dQ
   unsigned char inverse[kOthers][kTile], scores[kOthers][kTile];  // A_hat, P_hat^T
   unsigned char grad_state[2][2][kTile];  // dS^T after the chunk, [half of V][half of K]
   unsigned char state[2][2][kRest];       // S^T before it
   unsigned char u[2][kRest], grad_r[2][kRest];
-  unsigned char pairs[2][kRest];  // C x C operands of dQ and dK
+  unsigned char pairs[2][kRest];  // C x C operands of dQ and dK, later dK
   ChunkScalars scalars[kOthers];  // of the forward walk
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
-  float write_dot[2][2][kC];       // dR.v by half of V, of alternate chunks
+  float write_dot[2][kC];          // dR.v by half of V
   float halves[3 * kScalarWarps];  // parts of sums over tokens, by warp
 
   Place place;  // of the block; here, and not in registers, where it would spill
 
   Barrier tokens_full[kStages], tokens_free[kStages];  // k, q
   Barrier grad_o_full[kOthers], grad_o_free[kOthers];
+  Barrier grad_o_read;                                       // by the chain
   Barrier triangles_full[kOthers], triangles_free[kOthers];  // inverse, scores, scalars
   Barrier u_full, u_free;
   Barrier state_full, state_free;

@@ -80,18 +80,19 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kAdvance>& s) {
     s.tokens_free[i].init(kChainWarps + kTokenWarps + kOtherWarps);
   }
   for (int i = 0; i < Shared::kOthers; ++i) {
-    s.grad_o_full[i].init(1), s.grad_o_free[i].init(kChainWarps + kTokenWarps);
+    s.grad_o_full[i].init(1), s.grad_o_free[i].init(kAdvance ? kChainWarps : 1);
     s.triangles_full[i].init(1), s.triangles_free[i].init(kChain);
   }
   for (int i = 0; i < 2; ++i) {
-    s.factors_full[i].init(32 * kScalarWarps), s.factors_free[i].init(4);
+    s.factors_full[i].init(32 * kScalarWarps), s.factors_free[i].init(kWarpgroup);
   }
   s.u_full.init(1), s.u_free.init(4);
   s.state_full.init(1), s.state_free.init(4 + kDots);
   s.grad_state_full.init(kChain), s.grad_state_free.init(4 + kDots);
-  s.grad_r_full.init(kChain), s.grad_r_free.init(4);
+  s.grad_r_full.init(kChain), s.grad_r_free.init(4 + 32 * kScalarWarps);
   s.write_dot_full.init(kChainWarps);
   s.sums_full.init(kWarpgroup), s.diagonal_full.init(32 * kScalarWarps);
+  s.grad_o_read.init(kChainWarps);
   s.cleared.init(kChain);
   fence_barrier_init();
 }
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kAdvance>, 1)
   if constexpr (!kAdvance) {
     if (group == 2) {
       take_registers<144>();
-      walk_tokens<T, kErase, kDecay>(args.common, s, p);
+      walk_tokens<T, kErase, kDecay>(maps, args.common, s, p);
       return;
     }
   }

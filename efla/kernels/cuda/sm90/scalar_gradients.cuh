@@ -169,7 +169,8 @@ struct ScalarGradients {
         arrive_warp(s.grad_state_free);
       }
       s.write_dot_full.wait(round);
-      const float write_dot = s.write_dot[round][0][t] + s.write_dot[round][1][t];
+      const float write_dot = s.write_dot[0][t] + s.write_dot[1][t];
+      s.grad_r_free.arrive();  // write_dot is free, too
       s.sums_full.wait(round);
       finish(token, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk), write_dot, states);
       token = next;

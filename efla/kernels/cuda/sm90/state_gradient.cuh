@@ -131,7 +131,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       ldmatrix_x4_transposed(grad_o[n],
                              shared_address(s.grad_o[j][group]) + lane_offset + n * 16 * 128);
     }
-    arrive_warp(s.grad_o_free[j]);
+    arrive_warp(kAdvance ? s.grad_o_free[j] : s.grad_o_read);
     s.triangles_full[j].wait(others.round);
     wait_products<0>();
     pin(u);
@@ -206,7 +206,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     if constexpr (!kAdvance) {  // while the products run
       const int chunk = reversed(chunks, step);
       sync_threads(4 + group, kWarpgroup);
-      value_gradients<T>(a, p, s.grad_r[group], scalars.write, s.write_dot[round][group], column,
+      value_gradients<T>(a, p, s.grad_r[group], scalars.write, s.write_dot[group], column,
                          p.begin + int64_t{chunk} * kC, tokens_of(p, chunk));
       arrive_warp(s.write_dot_full);
     }

@@ -38,6 +38,7 @@ __device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
 template <typename T, bool kErase, bool kDecay>
 struct TokenGradients {
   using Pair = unsigned char[2][kC * 128];  // 64 rows of 128 columns, in halves
+  const BackwardMaps& maps;
   const ChunkArgs& a;
   GradientShared& s;
   const Place& p;
@@ -205,38 +206,56 @@ struct TokenGradients {
     }
   }
 
-  // Writes dQ or dK; as parts of grouped heads in float.
-  __device__ __forceinline__ void store_rows(const MutableView& view, const float (&d)[64],
-                                             int64_t begin, int tokens) const {
+  // Writes dQ or dK: a whole chunk through `tiles`, which all have read and are free again once
+  // stores_left(); as parts of grouped heads in float.
+  __device__ __forceinline__ void store_rows(const MutableView& view, const CUtensorMap& map,
+                                             Pair& tiles, const float (&d)[64], int64_t begin,
+                                             int tokens) const {
     if (!view.data) return;
-    const int64_t base = p.row * view.batch + begin * view.token + p.hv * view.head;
+    const bool grouped = a.value_heads > a.heads;
+    if (tokens == kC && !grouped) {
+#pragma unroll
+      for (int i = 0; i < kDim / 16; ++i) {  // 16 columns at a time
+        uint32_t x[4];
+        pack_step<T>(x, &d[8 * i]);
+        stmatrix_x4(shared_address(tiles[i / 4]) +
+                        tile_offset(16 * warp + lane % 16, i % 4 * 16 + lane / 16 * 8),
+                    x);
+      }
+      fence_async_proxy();
+      sync();
+      if (warp == 0 && lane == 0) {
+        for (int half = 0; half < 2; ++half) {
+          store_box(map, tiles[half], 64 * half, p.hv, static_cast<int>(begin),
+                    static_cast<int>(p.row));
+        }
+        commit_stores();
+      }
+      return;
+    }
+    const int64_t base = p.row * view.batch + begin * view.token + p.hv * view.head + t4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      if (row_of(h) >= tokens) break;
       const int64_t row = base + row_of(h) * view.token;
-      if (a.value_heads > a.heads) {
-        float* out = static_cast<float*>(view.data) + row + t4;
 #pragma unroll
-        for (int n = h; n < 32; n += 2) {
-          if (row_of(h) < tokens) {
-            *reinterpret_cast<float2*>(out + n / 2 * 8) = make_float2(d[2 * n], d[2 * n + 1]);
-          }
-        }
-        continue;
-      }
-      // Two neighbours of a quad swap what makes 4 columns of one group for each.
-      const bool odd = lane % 2 == 1;
-      T* out = static_cast<T*>(view.data) + row + (odd ? 8 : 0) + lane % 4 / 2 * 4;
-#pragma unroll
-      for (int n = h; n < 32; n += 4) {
-        const uint32_t x = pack<T>(d[2 * n], d[2 * n + 1]);
-        const uint32_t y = pack<T>(d[2 * n + 4], d[2 * n + 5]);
-        const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? x : y, 1);
-        if (row_of(h) < tokens) {
-          *reinterpret_cast<uint2*>(out + n / 2 * 8) =
-              odd ? make_uint2(other, y) : make_uint2(x, other);
+      for (int n = h; n < 32; n += 2) {
+        const int64_t at = row + n / 2 * 8;
+        if (grouped) {
+          *reinterpret_cast<float2*>(static_cast<float*>(view.data) + at) =
+              make_float2(d[2 * n], d[2 * n + 1]);
+        } else {
+          store_pair(static_cast<T*>(view.data) + at, d[2 * n], d[2 * n + 1]);
         }
       }
     }
+  }
+
+  // For the thread that sends tiles off: waits until they have been read.
+  __device__ __forceinline__ bool stores_left() const {
+    if (warp != 0 || lane != 0) return false;
+    wait_stores_read<0>();
+    return true;
   }
 
   // What needs no dR: the operands of dP, and dQ.
@@ -254,7 +273,8 @@ struct TokenGradients {
       pin(pair);
       if constexpr (kDecay) pin(gram);
       s.factors_full[buffer].wait(buffer_round);
-      sync();  // the products of the chunk before have read s.pairs
+      stores_left();
+      sync();  // dK of the chunk before has left s.pairs
       make_operands<true>(pair, gram, f);
     }
     sync();
@@ -272,11 +292,12 @@ struct TokenGradients {
     add_square(d, s.pairs[0], k);
     wait_products<0>();
     pin(d);
-    arrive_warp(s.grad_o_free[0]);
     const float scale[2] = {f.query[row0], f.query[row0 + 8]};  // a.scale without l2norm
     scale_rows(d, scale[0], scale[1]);
     if (a.qk_l2norm) through_l2norm(d, q, scale[0] / a.scale, scale[1] / a.scale);
-    store_rows(a.grad_q, d, begin, tokens);
+    s.grad_o_read.wait(round);
+    sync();  // all have read s.grad_o and s.pairs[0]
+    store_rows(a.grad_q, maps.grad_q, s.grad_o[0], d, begin, tokens);
   }
 
   // d (+)= (x U) dS^T, U's rows scaled on the way to the registers.
@@ -325,7 +346,6 @@ struct TokenGradients {
         wait_products<0>();
         pin(pair);
         pin(gram);
-        sync();  // all have read s.pairs[0]
         make_operands<false>(pair, gram, f);
       }
       multiply_state(d, s.grad_r, s.state, false);
@@ -337,6 +357,7 @@ struct TokenGradients {
     } else {
       s.grad_r_full.wait(round);
     }
+    if (stores_left()) s.grad_o_free[0].arrive();
     arrive_warp(s.grad_r_free);
     arrive_warp(s.state_free);
     s.grad_state_full.wait(round);
@@ -351,21 +372,24 @@ struct TokenGradients {
       multiply_state(d, s.u, s.grad_state, kErase);
     }
     add_square(d, s.pairs[1], q);
+    wait_products<1>();
+    arrive_warp(s.u_free);
+    arrive_warp(s.grad_state_free);
     if constexpr (kErase) {
       s.diagonal_full.wait(round);  // so the rest of s.pairs[0] is there, too
       add_square(d, s.pairs[0], k);
     }
     wait_products<0>();
     pin(d);
-    arrive_warp(s.u_free);
-    arrive_warp(s.grad_state_free);
     if (a.qk_l2norm) through_l2norm(d, k, f.key[row0], f.key[row0 + 8]);
-    store_rows(a.grad_k, d, begin, tokens);
+    sync();  // all have read s.pairs
+    store_rows(a.grad_k, maps.grad_k, s.pairs, d, begin, tokens);
   }
 };
 
 template <typename T, bool kErase, bool kDecay>
-__device__ __forceinline__ void walk_tokens(const ChunkArgs& a, GradientShared& s, const Place& p) {
+__device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const ChunkArgs& a,
+                                            GradientShared& s, const Place& p) {
   static_assert(GradientShared::kStages == 2);
   int thread = threadIdx.x % kWarpgroup;
   // One counter and no more: what lives across chunks spills.
@@ -378,7 +402,7 @@ __device__ __forceinline__ void walk_tokens(const ChunkArgs& a, GradientShared& 
       s.grad_o_full[0].wait(step & 1);
       if (tokens < kC) s.cleared.wait(0);
       hide(thread);
-      TokenGradients<T, kErase, kDecay>{a, s, p, thread / 32, thread % 32}.query_gradients(
+      TokenGradients<T, kErase, kDecay>{maps, a, s, p, thread / 32, thread % 32}.query_gradients(
           s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens, step & 1,
           stage, step / 2 & 1);
     }
@@ -387,13 +411,14 @@ __device__ __forceinline__ void walk_tokens(const ChunkArgs& a, GradientShared& 
     {
       const int stage = step % 2, chunk = reversed(chunks_of(p), step),
                 tokens = tokens_of(p, chunk);
-      TokenGradients<T, kErase, kDecay>{a, s, p, thread / 32, thread % 32}.key_gradients(
+      TokenGradients<T, kErase, kDecay>{maps, a, s, p, thread / 32, thread % 32}.key_gradients(
           s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens,
           step & 1);
       arrive_warp(s.tokens_free[stage]);
-      arrive_warp(s.factors_free[stage]);
+      s.factors_free[stage].arrive();
     }
   }
+  if (thread == 0) wait_stores<0>();
 }
 
 }  // namespace efla::cuda::sm90
