@@ -173,7 +173,7 @@ class SoftmaxAttention(nn.Module):
         mask = (key >= 0) & (key <= query)
         if self.window_size is not None:
             mask = mask & (key > query - self.window_size)
-        # A query that is not there sees everything: a row of nothing would be NaN.
+        # A query that is not there sees everything: a row of nothing is NaN in some kernels.
         return self._softmax(q, k, v, (mask | (query < 0)).unsqueeze(1))
 
     def _softmax(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
