@@ -8,6 +8,7 @@ test_delta_rule.py holds to the recurrence.
 import contextlib
 import functools
 import os
+from typing import NamedTuple
 
 import cases
 import efla
@@ -34,6 +35,52 @@ LIMITS = {
 }
 OUTPUTS = ("o", "final_state")
 STORED = ("q", "k", "v", "grad_o")  # in the storage type; the others are float32
+
+
+class Wider(NamedTuple):
+    """A limit in the place of LIMITS, for one kind of hard input on one family of GPU kernels."""
+
+    inputs: tuple
+    dtype: torch.dtype
+    tensor: str
+    family: str  # as family() has it
+    limit: float
+    reason: str
+    only_decay: bool = False
+    lost: float = 0.0  # RMS of what half cannot hold: an absolute error that is no error
+
+
+_BF16, _F16 = torch.bfloat16, torch.float16
+_REPEATED = ("near_duplicate_keys", "identical_keys")
+_CANCEL = "dR.v and dR.(S^T k), of operands rounded each on its own, nearly cancel in it"
+_INVERSE = "(I + L)^-1 in bfloat16: what its rounding does to one token, the same key repeats"
+_ERASED = "erasing an initial state 1000 times as large as what such keys write"
+_FULL = "e |k|^2 = 1 everywhere: (I + L)^-1 is as badly conditioned as random keys make it"
+_SMALL_U = "u of these keys, 1e-6, is among half's subnormal numbers"
+
+# What a delta rule of 16-bit products does not keep within LIMITS. Emulating the roundings of fla's
+# bfloat16 kernels on these inputs gives 1.1e-2 to 1.5e-2 for v and 2.6e-2 to 2.8e-2 for beta where
+# keys repeat, and 8.4e-3 for the final state of large keys; the limits here are below the largest of
+# these. The Hopper kernels make outputs for K = V = 64 and 128, gradients for 128.
+WIDER = (
+    Wider(_REPEATED, _BF16, "beta", "portable", 8e-3, _CANCEL),
+    Wider(("large_keys",), _BF16, "final_state", "portable", 7e-3, _ERASED),
+    Wider(_REPEATED, _BF16, "v", "hopper", 1.3e-2, _INVERSE),
+    Wider(_REPEATED, _BF16, "beta", "hopper", 1.7e-2, _INVERSE),
+    Wider(_REPEATED, _BF16, "final_state", "hopper", 5e-3, _INVERSE, only_decay=True),
+    Wider(("large_keys",), _BF16, "o", "hopper", 4.5e-3, _ERASED),
+    Wider(("large_keys",), _BF16, "final_state", "hopper", 7.5e-3, _ERASED),
+    Wider(("large_steps",), _BF16, "o", "hopper", 4.5e-3, _FULL),
+    Wider(("large_steps",), _BF16, "final_state", "hopper", 4.5e-3, _FULL),
+    Wider(("large_steps",), _BF16, "beta", "hopper", 7e-3, _FULL),
+    Wider(("wide_norms_small_steps",), _BF16, "beta", "hopper", 7e-3, _CANCEL),
+    Wider(("large_keys",), _F16, "final_state", "hopper", 3e-2, _SMALL_U, only_decay=True),
+    Wider(("large_keys",), _F16, "k", "hopper", 1.5e-2, _SMALL_U, only_decay=True),
+    Wider(("large_keys_small_steps",), _F16, "final_state", "hopper", 7e-2, _SMALL_U, only_decay=True),
+    Wider(("large_keys_small_steps",), _F16, "k", "hopper", 2e-2, _SMALL_U, only_decay=True),
+    Wider(("hard_resets",), _F16, "initial_state", "hopper", 3e-3,
+          "gates below e^-10 make products that half does not hold", lost=2.0**-24),
+)  # fmt: skip
 
 _worst = {}  # (dtype, tensor) -> (share of the limit, error, limit, where)
 
@@ -109,8 +156,37 @@ def expectation(case, **options):
     return evaluate(efla.chunk, case, torch.float64, "cpu", poison=False, **options)
 
 
-def failures(found, expected, dtype, where, slack=1.0):
-    """A line for every tensor whose relative RMS error is over its limit (NaN never passes)."""
+def family(tensor, dtype, dim):
+    """The kernels that make a tensor of efla.chunk with K = V = dim: "hopper", "portable" or "cpu"."""
+    if not ON_GPU:
+        return "cpu"
+    dims = (64, 128) if tensor in OUTPUTS else (128,)
+    hopper = (
+        torch.cuda.get_device_capability(DEVICE) == (9, 0)
+        and os.environ.get("EFLA_CUDA_KERNELS", "") != "portable"
+        and dtype in SIXTEEN_BITS
+        and dim in dims
+    )
+    return "hopper" if hopper else "portable"
+
+
+def wider_limits(inputs, dtype, dim, decay):
+    """{tensor: row of WIDER} for the inputs of that name."""
+    return {
+        row.tensor: row
+        for row in WIDER
+        if inputs in row.inputs
+        and dtype == row.dtype
+        and row.family == family(row.tensor, dtype, dim)
+        and (decay or not row.only_decay)
+    }
+
+
+def failures(found, expected, dtype, where, slack=1.0, wider=None):
+    """A line for every tensor whose relative RMS error is over its limit (NaN never passes).
+
+    `wider` holds rows of WIDER by tensor.
+    """
     lines = []
     for name, x in found.items():
         limit = slack * LIMITS[dtype][0 if name in OUTPUTS else 1]
@@ -118,6 +194,10 @@ def failures(found, expected, dtype, where, slack=1.0):
         assert x.shape == y.shape, (where, name)
         # What underflows float32 is no number to compare with.
         floor = 1e-30 * max(1, y.numel()) ** 0.5
+        row = (wider or {}).get(name)
+        if row is not None:
+            limit = row.limit
+            floor = max(floor, row.lost / row.limit * y.numel() ** 0.5)
         error = ((x.double().cpu() - y).norm() / y.norm().clamp_min(floor)).item()
         key = (str(dtype).removeprefix("torch."), name)
         add_rows([(*key, error / limit if error == error else 1e99, error, limit, where)])

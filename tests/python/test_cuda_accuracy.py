@@ -1,5 +1,6 @@
 """Outputs and all gradients on a GPU against float64: every rule, dtype, head size and layout, and the
-inputs that break delta-rule kernels. The relative RMS limits are in device_support.py."""
+inputs that break delta-rule kernels. The relative RMS limits are in device_support.py: LIMITS, and WIDER for
+some of these inputs."""
 
 import cases
 import efla
@@ -8,8 +9,11 @@ import torch
 from device_support import (
     DEVICE,
     DTYPES,
+    LIMITS,
     ON_GPU,
+    OUTPUTS,
     SIXTEEN_BITS,
+    WIDER,
     check,
     evaluate,
     expectation,
@@ -19,6 +23,7 @@ from device_support import (
     on_device,
     poisoned_memory,
     problem,
+    wider_limits,
 )
 
 pytestmark = needs_device
@@ -195,11 +200,25 @@ def test_extremes(change, rules, dtypes, dim):
             )  # fmt: skip
             expected = expectation(case, rule=rule)
             where = f"{change.__name__} {rule}{' decay' if decay else ''} {dim}"
+            wider = wider_limits(change.__name__, dtype, dim, decay)
             found = evaluate(efla.chunk, case, dtype, rule=rule)
-            bad += failures(found, expected, dtype, where)
+            bad += failures(found, expected, dtype, where, wider=wider)
+            # Token by token in float, but the backward is that of chunk.
+            wider = {name: row for name, row in wider.items() if name not in OUTPUTS}
             found = evaluate(efla.recurrent, case, dtype, rule=rule)
-            bad += failures(found, expected, dtype, f"recurrent {where}")
+            bad += failures(found, expected, dtype, f"recurrent {where}", wider=wider)
     assert not bad, "\n".join(bad)
+
+
+def test_wider_limits_are_of_inputs_that_are_tested():
+    tested = {change.__name__: (rules, dtypes) for change, rules, dtypes in EXTREMES}
+    for row in WIDER:
+        general = LIMITS[row.dtype][0 if row.tensor in OUTPUTS else 1]
+        assert row.limit > general or row.lost > 0, row
+        for name in row.inputs:
+            rules, dtypes = tested[name]
+            assert row.dtype in dtypes, row
+            assert not row.only_decay or any(decay for _, decay in rules), row
 
 
 def test_steps_that_expand_the_state():
