@@ -11,14 +11,21 @@ stderr: fla (fla-core), FlashQLA (flash-qla, tilelang), FlashInfer (flashinfer-p
 
 Every row is checked before it is timed: a slice of the outputs, and of the gradients, against the
 recurrence in float64 on the CPU on the same rounded inputs. A contestant that is off by more than 2e-2 is
-named and not timed. Times are medians of CUDA-graph replays (plain calls where a peer cannot be captured: "eager")
-over several sets of inputs in rotation, with the contestants in turn. The CSV grows row by row; with --budget no
-new row begins after so many seconds.
+named and not timed. Times are medians of CUDA-graph replays (plain calls where a peer cannot be captured:
+"eager") over several sets of inputs in rotation, with the contestants in turn. The CSV grows row by row; with
+--budget no new row begins after so many seconds.
+
+fla and FlashQLA compile for minutes, anew for each head count and size. Where that time is scarce, let
+processes side by side fill their caches on disk first (and note how long their first calls take), each with a
+part of it:
+
+  FLA_CACHE_RESULTS=0 python bench/gpu_peers.py --peers fla --compile 8x1024x32x128 --csv compile_fla_32.csv
 """
 
 import argparse
 import csv
 import datetime
+import importlib
 import json
 import subprocess
 import sys
@@ -278,6 +285,29 @@ class Bench:
             raise ValueError(f"relative RMS {error:.1e}")
         return error
 
+    def compile(self, shapes):
+        """Seconds of the peers' first calls on these shapes (B, T, H, D); nothing else."""
+        for shape in shapes:
+            x = make_inputs(*shape)
+            names = dict(zip(("batch", "tokens", "heads", "dim"), shape), dtype="bfloat16")
+            for c in self.peers:
+                if c.takes(x):
+                    continue
+                calls = {"forward": lambda c=c, x=x: c.forward(x)}
+                if c.train is not None:
+                    calls["forward+backward"] = lambda c=c, x=x: train_step(c, x)
+                for name, call in calls.items():
+                    try:
+                        with torch.no_grad():
+                            _, seconds = first_call(call)
+                    except Exception as error:  # noqa: BLE001
+                        print(f"{c.name}: {type(error).__name__}: {error}", file=sys.stderr)
+                        break
+                    self.write(
+                        table="compile", **names, layout="dense", **{"pass": name},
+                        contestant=c.name, first_s=seconds,
+                    )  # fmt: skip
+
     def memory(self):
         shape = (4, 8192, 32, 128)
         for c in [self.ours[0], *self.peers]:
@@ -303,7 +333,7 @@ class Bench:
             del x
 
     def first(self):
-        """Ours in a fresh process; the peers' first calls are in the other tables' rows."""
+        """Ours in a fresh process; compile() has the peers' first calls."""
         run = subprocess.run(
             [sys.executable, __file__, "--first-calls"], capture_output=True, text=True, check=False
         )
@@ -341,6 +371,7 @@ def main():
     parser.add_argument("--rows", default="", help="operator rows by number, e.g. 0,1,4")
     parser.add_argument("--peer-heads", default="", help="head counts on which peers run, e.g. 32")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
+    parser.add_argument("--compile", default="", help="only compile: BxTxHxD, comma-separated")
     parser.add_argument("--first-calls", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -348,10 +379,9 @@ def main():
     if arguments.first_calls:
         return first_calls()
     shapes = [OPERATOR[int(i)] for i in arguments.rows.split(",") if i] or OPERATOR
-    import efla
-
+    efla = None if arguments.compile else importlib.import_module("efla")
     bench = Bench(arguments, efla)
-    bandwidth = copy_bandwidth()
+    bandwidth = 0.0 if arguments.compile else copy_bandwidth()
     bench.head(
         f"command: {' '.join(sys.argv)}\n"
         f"date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC\n"
@@ -359,6 +389,9 @@ def main():
         f"versions: {', '.join(f'{n} {v}' for n, v in versions().items())}\n"
         f"copy: {bandwidth:.4g} bytes/s"
     )
+    if arguments.compile:
+        bench.compile([tuple(map(int, t.split("x"))) for t in arguments.compile.split(",")])
+        return bench.file.close()
     heads = {int(h) for h in arguments.peer_heads.split(",") if h}
     tables = {
         "first": bench.first,
