@@ -115,10 +115,10 @@ void bench_sequences(int64_t batch, int64_t tokens, int64_t heads) {
   backward.grad_q = out(grad_q.data), backward.grad_k = out(grad_k.data);
   backward.grad_v = out(grad_v.data);
   backward.grad_beta = {grad_beta.data, tokens * heads, heads, 1};
-  const int64_t bytes = efla::cuda::chunk_backward_workspace(p);
-  DeviceArray<unsigned char> workspace(bytes);
-
   forward.o = out(other.data);
+  const int64_t bytes = std::max(efla::cuda::chunk_backward_workspace(backward),
+                                 efla::cuda::chunk_forward_workspace(forward));
+  DeviceArray<unsigned char> workspace(bytes);
   check(efla::cuda::recurrent_forward(forward, nullptr));
   forward.o = out(o.data);
   check(efla::cuda::chunk_forward(forward, workspace.data, nullptr));

@@ -24,6 +24,14 @@ void check_dtype(const DeltaRuleArguments& a) {
 }
 
 void check_launch(const DeltaRuleArguments& a, cudaError_t error) {
+  if (error == cudaErrorNoKernelImageForDevice) {
+    cudaDeviceProp device{};
+    cudaGetDeviceProperties(&device, a.q.get_device());
+    TORCH_CHECK(false, a.op, ": ", device.name, " has compute capability ", device.major, ".",
+                device.minor, ", for which this build has no kernels: move the tensors to the CPU",
+                device.major < 8 ? " (8.0 is the oldest)"
+                                 : ", or build with CMAKE_CUDA_ARCHITECTURES for it");
+  }
   TORCH_CHECK(error == cudaSuccess, a.op, ": the CUDA kernel could not be launched (",
               cudaGetErrorString(error), ") for q of shape ", a.q.sizes(), " and v of shape ",
               a.v.sizes());
@@ -70,7 +78,7 @@ void cuda_backward(const DeltaRuleArguments& a, BackwardParams params) {
     grad_v = at::empty(a.v.sizes(), a.v.options().memory_format(at::MemoryFormat::Contiguous));
     params.grad_v = mutable_view_of(grad_v);
   }
-  const at::Tensor scratch = workspace(a.q, cuda::chunk_backward_workspace(p));
+  const at::Tensor scratch = workspace(a.q, cuda::chunk_backward_workspace(params, family()));
   check_launch(a, cuda::chunk_backward(params, scratch.mutable_data_ptr(),
                                        c10::cuda::getCurrentCUDAStream(), family()));
 }

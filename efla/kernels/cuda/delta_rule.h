@@ -27,8 +27,8 @@ int64_t chunk_forward_workspace(const ForwardParams& params, Family family = Fam
 cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream,
                           Family family = Family::kAuto);
 
-/// Bytes that chunk_backward needs as workspace.
-int64_t chunk_backward_workspace(const Problem& problem);
+/// Bytes that chunk_backward needs as workspace (256-byte aligned) for the same arguments.
+int64_t chunk_backward_workspace(const BackwardParams& params, Family family = Family::kAuto);
 
 /// Chunkwise backward for K <= 256; recomputes what it needs from the inputs (params.checkpoints is
 /// not used). grad_v is required, the other gradients may be null.

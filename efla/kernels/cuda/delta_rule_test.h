@@ -189,8 +189,8 @@ void check_backward(const Case& c, double tolerance, Family family,
   params.grad_beta = view(beta.data(), c.value_heads, 1);
   if (c.decay) params.grad_log_decay = view(decay.data(), c.value_heads, 1);
   params.grad_initial_state = state.data();
-  Buffer<unsigned char> workspace(plan ? chunk_backward_workspace(s.problem, *plan)
-                                       : chunk_backward_workspace(s.problem));
+  Buffer<unsigned char> workspace(plan ? chunk_backward_workspace(params, *plan, family)
+                                       : chunk_backward_workspace(params, family));
   CUDA_OK(plan ? chunk_backward(params, *plan, workspace.data(), nullptr, family)
                : chunk_backward(params, workspace.data(), nullptr, family));
   CUDA_OK(cudaDeviceSynchronize());

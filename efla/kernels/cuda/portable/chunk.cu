@@ -58,8 +58,10 @@ ChunkArgs make_args(const Problem& p, Arena& arena) {
   return a;
 }
 
-// The backward's own workspaces. Grouped heads get float parts of dq and dk per value head.
-void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, void*& parts_q, void*& parts_k) {
+// The backward's own workspaces; on Hopper dS and dR never leave the multiprocessor. Grouped heads
+// get float parts of dq and dk per value head.
+void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, bool hopper, void*& parts_q,
+                  void*& parts_k) {
   const Shape& s = p.shape;
   const int64_t size = element_size(p.dtype), key_dim = padded_key_dim(s.key_dim);
   const int c =
@@ -67,9 +69,11 @@ void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, void*& parts_q, 
   const int64_t places =
       chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, c) * s.value_heads;
   a.states = arena.take(places * a.columns * key_dim * size);
-  a.grad_states = arena.take(places * a.columns * key_dim * size);
   a.u = arena.take(places * c * a.columns * size);
-  a.grad_r = arena.take(places * c * a.columns * size);
+  if (!hopper) {
+    a.grad_states = arena.take(places * a.columns * key_dim * size);
+    a.grad_r = arena.take(places * c * a.columns * size);
+  }
   const int64_t parts = s.value_heads > s.heads ? s.batch * s.tokens * s.value_heads * s.key_dim *
                                                       int64_t{sizeof(float)}
                                                 : 0;
@@ -138,16 +142,19 @@ int64_t chunk_forward_workspace(const ForwardParams& params, Family family) {
   return arena.used();
 }
 
-int64_t chunk_backward_workspace(const Problem& problem) {
-  return chunk_backward_workspace(problem, sm90::plan_backward(problem));
+int64_t chunk_backward_workspace(const BackwardParams& params, Family family) {
+  return chunk_backward_workspace(params, sm90::plan_backward(params.problem), family);
 }
 
-int64_t chunk_backward_workspace(const Problem& problem, const sm90::ScanPlan& plan) {
+int64_t chunk_backward_workspace(const BackwardParams& params, const sm90::ScanPlan& plan,
+                                 Family family) {
+  const Problem& p = params.problem;
+  const bool hopper = family == Family::kAuto && sm90::backward_applies(params);
   Arena arena(nullptr);
-  ChunkArgs a = make_args(problem, arena);
+  ChunkArgs a = make_args(p, arena);
   void *parts_q, *parts_k;
-  add_backward(problem, arena, a, parts_q, parts_k);
-  arena.take(sm90::scan_workspace(problem, plan));
+  add_backward(p, arena, a, hopper, parts_q, parts_k);
+  if (hopper) arena.take(sm90::scan_workspace(p, plan));
   return arena.used();
 }
 
@@ -181,8 +188,9 @@ cudaError_t chunk_backward(const BackwardParams& params, const sm90::ScanPlan& p
   if (p.dtype == DType::kFloat64 || !params.grad_v.data) return cudaErrorInvalidValue;
   Arena arena(workspace);
   ChunkArgs a = make_args(p, arena);
+  const bool hopper = family == Family::kAuto && sm90::backward_applies(params);
   void *parts_q, *parts_k;
-  add_backward(p, arena, a, parts_q, parts_k);
+  add_backward(p, arena, a, hopper, parts_q, parts_k);
   const int64_t size = element_size(p.dtype);
   a.grad_o = params.grad_o;
   a.vector_grad_o = reads_vectors(params.grad_o, s.value_dim, size);
@@ -196,7 +204,7 @@ cudaError_t chunk_backward(const BackwardParams& params, const sm90::ScanPlan& p
     a.grad_q = {parts_q, s.tokens * row, row, s.key_dim};
     a.grad_k = {parts_k, s.tokens * row, row, s.key_dim};
   }
-  if (family == Family::kAuto && sm90::backward_applies(params)) {
+  if (hopper) {
     void* parts = arena.take(sm90::scan_workspace(p, plan));
     if (auto e = sm90::backward(a, p.dtype, plan, parts, stream)) return e;
   } else if (auto e = dispatch(p.dtype, a, true, stream)) {

@@ -7,7 +7,8 @@
 
 namespace efla::cuda {
 
-int64_t chunk_backward_workspace(const Problem& problem, const sm90::ScanPlan& plan);
+int64_t chunk_backward_workspace(const BackwardParams& params, const sm90::ScanPlan& plan,
+                                 Family family);
 
 cudaError_t chunk_backward(const BackwardParams& params, const sm90::ScanPlan& plan,
                            void* workspace, cudaStream_t stream, Family family);
