@@ -202,6 +202,8 @@ def interpret_kernels():
 
 
 def check(folder, markdown):
+    # Or Triton multiplies float32 as TF32 in those kernels of fla that do not say.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     import torch
 
     if not torch.cuda.is_available():

@@ -116,7 +116,7 @@ fi
 
 tools=(memcheck racecheck initcheck synccheck)
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-small=${EFLA_SANITIZER_FILTER:-*/Short:*/PartChunk:*/OneMore:*/NoState:*/Grouped:*/Packed:*/PackedDecay:*/OddSizes}
+small=${EFLA_SANITIZER_FILTER:-*/Short:*/PartChunk:*/OneMore:*/NoState:*/Grouped:*/Packed:*/PackedDecay:*/OddSizes-*LongBackward*}
 if wants sanitizer && [ -x "$sanitizer" ]; then
   for program in "${gtests[@]}"; do
     for tool in "${tools[@]}"; do

@@ -74,7 +74,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kAdvance>& s) {
   constexpr int kChain = 2 * kWarpgroup, kChainWarps = 8;
   constexpr int kTokenWarps = kAdvance ? 0 : 4;
   constexpr int kOtherWarps = kAdvance ? 0 : kScalarWarps;
-  constexpr int kDots = kDecay ? kScalarWarps : 0;  // warps that read both states
+  constexpr int kDots = kDecay ? 32 * kScalarWarps : 0;  // threads that read both states
   for (int i = 0; i < Shared::kStages; ++i) {
     s.tokens_full[i].init(1);
     s.tokens_free[i].init(kChainWarps + kTokenWarps + kOtherWarps);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kAdvance>& s) {
   s.state_full.init(1), s.state_free.init(4 + kDots);
   s.grad_state_full.init(kChain), s.grad_state_free.init(4 + kDots);
   s.grad_r_full.init(kChain), s.grad_r_free.init(4 + 32 * kScalarWarps);
-  s.write_dot_full.init(kChainWarps);
+  s.write_dot_full.init(kChain);
   s.sums_full.init(kWarpgroup), s.diagonal_full.init(32 * kScalarWarps);
   s.grad_o_read.init(kChainWarps);
   s.cleared.init(kChain);

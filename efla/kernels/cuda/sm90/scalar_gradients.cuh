@@ -61,6 +61,7 @@ struct ScalarGradients {
         const float other = __shfl_up_sync(0xffffffffu, sum, offset);
         if (lane >= offset) sum += other;
       }
+      sync();  // the halves of the chunk before have been read
       if (lane == 31) s.halves[t / 32] = sum;
       sync();
       x.total = s.halves[0] + s.halves[1];
@@ -165,8 +166,8 @@ struct ScalarGradients {
         s.state_full.wait(round);
         s.grad_state_full.wait(round);
         states = state_product();
-        arrive_warp(s.state_free);
-        arrive_warp(s.grad_state_free);
+        s.state_free.arrive();
+        s.grad_state_free.arrive();
       }
       s.write_dot_full.wait(round);
       const float write_dot = s.write_dot[0][t] + s.write_dot[1][t];

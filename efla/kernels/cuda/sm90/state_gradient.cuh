@@ -208,7 +208,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       sync_threads(4 + group, kWarpgroup);
       value_gradients<T>(a, p, s.grad_r[group], scalars.write, s.write_dot[group], column,
                          p.begin + int64_t{chunk} * kC, tokens_of(p, chunk));
-      arrive_warp(s.write_dot_full);
+      s.write_dot_full.arrive();
     }
     s.triangles_free[j].arrive();  // each thread has read scalars
     wait_products<0>();
