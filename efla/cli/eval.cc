@@ -298,6 +298,9 @@ void add_eval(CLI::App& app) {
   command->add_flag("--json", arguments->json,
                     "Print one JSON line per metric or task on stdout and the table on stderr");
   add_task_options(*command, arguments->tasks);
+  for (const char* name : {"--metric", "--positions", "--max-tokens", "--format"}) {
+    command->get_option(name)->excludes(command->get_option("--tasks"));
+  }
   command->footer(
       "Examples:\n  efla eval --model runs/austen --data data/valid --window 1024\n"
       "  efla eval --model runs/austen --tasks piqa,arc_easy --data data/tasks --output "

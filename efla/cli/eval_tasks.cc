@@ -200,35 +200,40 @@ void add_task_options(CLI::App& command, TaskArguments& arguments) {
   const auto positive = CLI::Range(int64_t{1}, int64_t{1} << 30);
   TaskRunOptions& options = arguments.options;
   const std::string group = "Tasks";
-  command
-      .add_option(
-          "--tasks", arguments.tasks,
-          fmt::format("Tasks of lm-evaluation-harness, separated by commas, on the files in "
-                      "--data: {}, passkey, all, or available (those whose file is there)",
-                      fmt::join(task_names(), ", ")))
-      ->delimiter(',')
-      ->allow_extra_args(false)
-      ->type_name("NAME,...")
-      ->group(group);
+  CLI::Option* tasks =
+      command
+          .add_option(
+              "--tasks", arguments.tasks,
+              fmt::format("Tasks of lm-evaluation-harness, separated by commas, on the files in "
+                          "--data: {}, passkey, all, or available (those whose file is there)",
+                          fmt::join(task_names(), ", ")))
+          ->delimiter(',')
+          ->allow_extra_args(false)
+          ->type_name("NAME,...")
+          ->group(group);
   command
       .add_option("--output", arguments.output,
                   "Folder for results.json, results.md and what the model said to each sample; a "
                   "stopped evaluation goes on there")
       ->type_name("FOLDER")
+      ->needs(tasks)
       ->group(group);
   command.add_option("--shots", options.prompt.shots, "Examples with answers before each question")
       ->check(CLI::Range(0, 1000))
       ->capture_default_str()
       ->type_name("N")
+      ->needs(tasks)
       ->group(group);
   command.add_option("--shot-seed", options.prompt.shot_seed, "Chooses the examples")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str()
       ->type_name("N")
+      ->needs(tasks)
       ->group(group);
   command.add_option("--limit", options.limit, "Only the first N samples of each task")
       ->check(positive)
       ->type_name("N")
+      ->needs(tasks)
       ->group(group);
   command
       .add_option("--bos", arguments.bos,
@@ -238,10 +243,12 @@ void add_task_options(CLI::App& command, TaskArguments& arguments) {
       ->check(CLI::IsMember({"once", "harness", "never"}))
       ->capture_default_str()
       ->type_name("NAME")
+      ->needs(tasks)
       ->group(group);
   command
       .add_flag("--separate-contexts", arguments.separate_contexts,
                 "Read the context anew for every choice (slower; to compare)")
+      ->needs(tasks)
       ->group(group);
   command
       .add_option("--passkey-lengths", arguments.passkey_lengths,
@@ -251,21 +258,25 @@ void add_task_options(CLI::App& command, TaskArguments& arguments) {
       ->check(positive)
       ->capture_default_str()
       ->type_name("N,...")
+      ->needs(tasks)
       ->group(group);
   command.add_option("--passkey-samples", arguments.passkey.samples, "Prompts of each length")
       ->check(CLI::Range(1, 1'000'000))
       ->capture_default_str()
       ->type_name("N")
+      ->needs(tasks)
       ->group(group);
   command.add_option("--passkey-seed", arguments.passkey.seed, "Draws the numbers")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str()
       ->type_name("N")
+      ->needs(tasks)
       ->group(group);
   command
       .add_option("--haystack", arguments.haystack,
                   "Text whose sentences surround the number (default: five, repeated)")
       ->type_name("FILE")
+      ->needs(tasks)
       ->group(group);
 }
 

@@ -147,6 +147,9 @@ class Tasks(Case):
         self.fails(1, ["none"], *run, "--tasks", "piqa", "--data", self.folder / "none")
         self.fails(1, [self.data], *run, "--tasks", "available", "--data", self.data)
         self.fails(2, ["--data"], *run, "--data", "a", "--data", "b")
+        self.fails(2, ["--limit", "--tasks"], *run, "--data", "a", "--limit", "3")
+        self.fails(2, ["--max-tokens", "--tasks"], *run, "--data", self.data, "--tasks", "piqa",
+                   "--max-tokens", "3")
         self.write("copa.jsonl", lines(QUESTION))
         self.fails(2, ["3 examples", "copa.jsonl"], *run, "--tasks", "copa", "--data", self.data,
                    "--shots", "3")
