@@ -434,7 +434,7 @@ class Comparison:
                 worst = max(worst, self.check(where, log, our["log_likelihoods"][0],
                                               RELATIVE * abs(log)))
                 continue
-            answers = [r for r in their["filtered_resps"]]
+            answers = list(their["filtered_resps"])
             assert len(answers) == len(our["log_likelihoods"]), where
             for (log, greedy), our_log, our_greedy in zip(
                     answers, our["log_likelihoods"], our["greedy"]):

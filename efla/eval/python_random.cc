@@ -62,7 +62,7 @@ uint32_t PythonRandom::below(uint32_t bound) {
   const int bits = std::bit_width(bound);
   uint32_t drawn;
   do {
-    drawn = next() >> (32 - bits);
+    drawn = static_cast<uint32_t>(uint64_t{next()} >> (32 - bits));
   } while (drawn >= bound);
   return drawn;
 }
