@@ -66,7 +66,8 @@ std::string plot_commands(const std::string& prefix, const Plot& plot) {
   std::string commands;
   commands += fmt::format("set title {}\nset xlabel {}\nset ylabel {}\n", quoted(plot.title),
                           quoted(plot.x_label), quoted(plot.y_label));
-  commands += plot.log_x ? "set logscale x\n" : "unset logscale x\n";
+  // A logarithmic axis would be drawn to the next power of ten.
+  commands += plot.log_x ? "set logscale x\nset autoscale xfix\n" : "unset logscale x\n";
   commands += plot.log_y ? "set logscale y\n" : "unset logscale y\n";
   commands += plot.y_low < plot.y_high
                   ? fmt::format("set yrange [{:.9g}:{:.9g}]\n", plot.y_low, plot.y_high)
