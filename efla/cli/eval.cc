@@ -302,7 +302,7 @@ void add_eval(CLI::App& app) {
     command->get_option(name)->excludes(command->get_option("--tasks"));
   }
   command->footer(
-      "Examples:\n  efla eval --model runs/austen --data data/valid --window 1024\n"
+      "Example:\n  efla eval --model runs/austen --data data/valid --window 1024\n"
       "  efla eval --model runs/austen --tasks piqa,arc_easy --data data/tasks --output "
       "runs/scores\n"
       "  efla eval --model runs/austen --tasks passkey --passkey-lengths 1024,16384");

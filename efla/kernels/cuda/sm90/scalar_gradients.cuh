@@ -1,6 +1,6 @@
 // The warps of the backward walk that own the scalars, a thread per token of the chunk: the step
-// rule's coefficients for token_gradients.cuh, dV = w dR and then, from the sums that come back,
-// the gradients of beta and log_decay.
+// rule's coefficients for token_gradients.cuh and then, from the sums that come back, the gradients
+// of beta and log_decay.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/backward_shared.cuh"
