@@ -297,8 +297,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("csv", nargs="+")
     parser.add_argument("--picture", help="a PNG file to write")
+    parser.add_argument("--copy", help="bytes a second of a device copy, where the run's was disturbed")
     arguments = parser.parse_args()
     runs = [read(path) for path in arguments.csv]
+    if arguments.copy:
+        runs[0]["head"]["copy"] = f"{float(arguments.copy):.4g} bytes/s (given)"
     print(markdown(runs))
     if arguments.picture:
         try:
