@@ -84,11 +84,6 @@ __device__ __forceinline__ int tokens_of(const Place& p, int chunk) {
   return min(kC, static_cast<int>(p.tokens) - chunk * kC);
 }
 
-// Piece p of 16 bytes of row r in a pair of tiles.
-__device__ __forceinline__ uint4& piece(unsigned char (&tiles)[2][kC * 128], int r, int p) {
-  return *reinterpret_cast<uint4*>(tiles[p / 8] + r * 128 + ((p % 8) ^ (r % 8)) * 16);
-}
-
 // Of two pieces of 8 elements.
 template <typename T>
 __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {

@@ -23,8 +23,8 @@ struct ScanArgs {
   // [part slots, HV, K, V]: the state that each part's walk starts from; null: zero. For the
   // reverse walk, dS behind the part.
   const float* part_states;
-  // [2][part slots, HV, K, V]: each part's N and M, S_out = M S_in + N. In the backward N' takes
-  // N's place: dS_in = M^T dS_out + N'.
+  // [2][part slots, HV, K, V]: each part's N and M, S_out = M S_in + N. Backwards
+  // dS_in = M^T dS_out + N', and N' takes N's place.
   float* part_results;
 };
 
