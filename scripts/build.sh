@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds only. Usage: scripts/build.sh [preset] [target ...]   (preset: release, dev, asan, cuda)
-# First build on 2 cores: 4 to 8 minutes; later builds compile what changed.
+# First build of everything on 2 cores: 18 minutes; later builds compile what changed.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
