@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a language model: installs, builds, trains a small EFLA model on four Jane Austen
-# novels, measures it on a novel it has never seen, and lets it write. About 13 minutes on 2 cores,
+# novels, measures it on a novel it has never seen, and lets it write. About 16 minutes on 2 cores,
 # 4 of them training. A second run starts from what is there.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
