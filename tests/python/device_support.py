@@ -56,7 +56,7 @@ _CANCEL = "dR.v and dR.(S^T k), of operands rounded each on its own, nearly canc
 _INVERSE = "(I + L)^-1 in bfloat16: what its rounding does to one token, the same key repeats"
 _ERASED = "erasing an initial state 1000 times as large as what such keys write"
 _FULL = "e |k|^2 = 1 everywhere: (I + L)^-1 is as badly conditioned as random keys make it"
-_FEW = "most steps end at e^-x = 0: the few others carry the whole gradient, and their errors"
+_FEW = "most steps end at e^-x = 0: a few carry the gradient, and (I + L)^-1 is made in TF32 here"
 _SMALL_U = "u of these keys, 1e-6, is among half's subnormal numbers"
 
 # What a delta rule of 16-bit products does not keep within LIMITS. Emulating the roundings of fla's
@@ -73,7 +73,7 @@ WIDER = (
     Wider(("large_keys",), _BF16, "final_state", "hopper", 7.5e-3, _ERASED),
     Wider(("large_steps",), _BF16, "o", "hopper", 4.5e-3, _FULL),
     Wider(("large_steps",), _BF16, "final_state", "hopper", 4.5e-3, _FULL),
-    Wider(("large_steps",), _BF16, "beta", "hopper", 1e-2, _FEW),
+    Wider(("large_steps",), _BF16, "beta", "hopper", 9e-3, _FEW),
     Wider(("wide_norms_small_steps",), _BF16, "beta", "hopper", 7e-3, _CANCEL),
     Wider(("large_keys",), _F16, "final_state", "hopper", 3e-2, _SMALL_U, only_decay=True),
     Wider(("large_keys",), _F16, "k", "hopper", 1.5e-2, _SMALL_U, only_decay=True),
