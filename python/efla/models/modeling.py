@@ -19,13 +19,13 @@ from ..nn import (
     EFLA,
     Cache,
     GatedEFLA,
-    PaddedRows,
     RMSNorm,
     ShortConvolution,
     SoftmaxAttention,
     SwiGLU,
 )
 from ..nn.delta import DeltaLayer
+from ..nn.padding import pack_rows
 from .configuration import EflaConfig, GatedEflaConfig
 
 # What generate() calls the cache: "cache" in newer releases, "past_key_values" before.
@@ -196,14 +196,8 @@ class EflaModel(EflaPreTrainedModel):
         if use_cache and past is None:
             past = Cache()
 
-        batch, length = x.shape[:2]
-        rows = None
-        if attention_mask is not None and cu_seqlens is None:
-            rows = PaddedRows(attention_mask, batch, length)
-            if rows.all_valid:
-                rows = None
-            else:
-                x, cu_seqlens = rows.pack(x), rows.cu_seqlens
+        length = x.shape[1]
+        x, cu_seqlens, rows = pack_rows(x, attention_mask, cu_seqlens)
         states = []
         for layer in self.layers:
             if output_hidden_states:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..operators import RULES, Rule, chunk, recurrent, rms_norm, step_, swiglu
 from .cache import Cache, LayerState, replaced
 from .layers import RMSNorm, ShortConvolution
-from .padding import PaddedRows
+from .padding import pack_rows
 
 Norm = Literal["none", "l2", "sum"]
 Activation = Literal["silu", "relu", "elu", "identity"]
@@ -200,14 +200,8 @@ class DeltaLayer(nn.Module):
             output_attentions: fla's argument; there are no attentions to return.
             cu_seqlens: ``[N + 1]``, offsets of N sequences packed into a batch of one.
         """
-        batch, length = hidden_states.shape[:2]
-        rows = None
-        if attention_mask is not None and cu_seqlens is None:
-            rows = PaddedRows(attention_mask, batch, length)
-            if rows.all_valid:
-                rows = None
-            else:
-                hidden_states, cu_seqlens = rows.pack(hidden_states), rows.cu_seqlens
+        length = hidden_states.shape[1]
+        hidden_states, cu_seqlens, rows = pack_rows(hidden_states, attention_mask, cu_seqlens)
         if past_key_values is None and use_cache:
             past_key_values = Cache()
         state, advance = None, False

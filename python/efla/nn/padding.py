@@ -42,3 +42,17 @@ class PaddedRows:
         flat = packed.new_zeros(self.batch * self.length, *packed.shape[2:])
         flat = flat.index_copy(0, self.positions, packed.squeeze(0))
         return flat.view(self.batch, self.length, *packed.shape[2:])
+
+
+def pack_rows(
+    x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None, PaddedRows | None]:
+    """x ``[B, T, ...]`` with its padding taken out as mask says: the packed tokens, their cu_seqlens
+    and the rows that unpack again. All as it was, and no rows, where nothing is padding; where
+    cu_seqlens are given the mask is not looked at."""
+    if mask is None or cu_seqlens is not None:
+        return x, cu_seqlens, None
+    rows = PaddedRows(mask, x.shape[0], x.shape[1])
+    if rows.all_valid:
+        return x, None, None
+    return rows.pack(x), rows.cu_seqlens, rows
