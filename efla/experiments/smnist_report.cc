@@ -21,6 +21,12 @@ namespace {
 
 constexpr const char* kSuites[] = {"intensity", "noise", "dropout"};
 
+// First minus second tells apart what the paper changes at once: everything; the step alone; the
+// values' scale alone; the gate's dependence on |k| alone; then the step with raw keys.
+constexpr const char* kPairs[][2] = {
+    {"efla", "deltanet"},        {"efla_unit", "deltanet"}, {"deltanet_scaled", "deltanet"},
+    {"efla", "deltanet_scaled"}, {"efla", "euler_raw"},     {"efla", "rk4"}};
+
 struct Run {
   RunSpec spec;
   double clean = 0, loss = 0;  // loss: infinite where the run diverged
@@ -178,6 +184,54 @@ std::string released_table(const Results& results) {
          rule_of(7) + rows + "\n";
 }
 
+// Mean and deviation of first minus second over the seeds that both have at one rate, in points,
+// and how many of the differences are above zero. Runs that diverged are left out with their
+// partners.
+std::string difference(const Results& results, const char* const (&pair)[2], double rate,
+                       const auto& value) {
+  std::vector<double> differences;
+  for (const Run* a : results.of(pair[0], rate)) {
+    for (const Run* b : results.of(pair[1], rate)) {
+      if (a->spec.seed != b->spec.seed || std::isinf(a->loss) || std::isinf(b->loss)) continue;
+      differences.push_back(100 * (value(*a) - value(*b)));
+    }
+  }
+  const Spread spread = spread_of(differences);
+  if (spread.count < 2 || std::isnan(spread.mean)) return "-";
+  const auto above = std::count_if(differences.begin(), differences.end(),
+                                   [](double points) { return points > 0; });
+  return fmt::format("{:+.1f} ± {:.1f} ({}/{})", spread.mean, spread.sd, above, spread.count);
+}
+
+// What two arms differ by where rate, seed, batches and first values are the same.
+std::string paired_table(const Results& results) {
+  std::string rows;
+  const auto add_row = [&](const char* const(&pair)[2], const std::string& of, const auto& value) {
+    std::string cells;
+    bool any = false;
+    for (const double rate : results.rates) {
+      const std::string cell = difference(results, pair, rate, value);
+      any = any || cell != "-";
+      cells += " " + cell + " |";
+    }
+    if (!any) return;
+    rows += fmt::format("| {} - {} | {} |{}\n", arm_named(pair[0]).title, arm_named(pair[1]).title,
+                        of, cells);
+  };
+  for (const auto& pair : kPairs) {
+    add_row(pair, "clean", [](const Run& run) { return run.clean; });
+    for (const char* suite : kSuites) {
+      add_row(pair, suite, [&](const Run& run) { return run.corrupted(suite); });
+    }
+  }
+  if (rows.empty()) return "";
+  std::string text =
+      "### Differences at one rate and seed, points (of how many seeds the first is ahead)\n\n"
+      "| arms | accuracy |";
+  for (const double rate : results.rates) text += fmt::format(" {:g} |", rate);
+  return text + "\n" + rule_of(results.rates.size() + 2) + rows + "\n";
+}
+
 // Accuracy in percent against each level, every arm at its best rate.
 Plot corruption_plot(const Results& results, const std::string& suite, const std::string& x_label) {
   Plot plot{"", x_label, "test accuracy, %", {}};
@@ -213,12 +267,6 @@ Plot rate_plot(const Results& results, const std::string& title, const auto& val
   return plot;
 }
 
-double mean_corrupted(const Run& run) {
-  double sum = 0;
-  for (const char* suite : kSuites) sum += run.corrupted(suite);
-  return sum / static_cast<double>(std::size(kSuites));
-}
-
 }  // namespace
 
 Spread spread_of(const std::vector<double>& values) {
@@ -236,10 +284,13 @@ Spread spread_of(const std::vector<double>& values) {
 std::string smnist_tables(const std::vector<nlohmann::json>& lines, const std::string& file) {
   const Results results = parse(lines, file);
   if (results.runs.empty()) return "";
-  return rate_table(results, "Clean test accuracy by learning rate, %",
-                    [](const Run& run) { return run.clean; }) +
-         rate_table(results, "Accuracy over all corruptions by learning rate, %", mean_corrupted) +
-         best_table(results) + released_table(results);
+  std::string text = rate_table(results, "Clean test accuracy by learning rate, %",
+                                [](const Run& run) { return run.clean; });
+  for (const char* suite : kSuites) {
+    text += rate_table(results, fmt::format("Accuracy under {} by learning rate, %", suite),
+                       [&](const Run& run) { return run.corrupted(suite); });
+  }
+  return text + best_table(results) + paired_table(results) + released_table(results);
 }
 
 std::vector<std::filesystem::path> draw_smnist(const std::filesystem::path& folder,
@@ -254,8 +305,13 @@ std::vector<std::filesystem::path> draw_smnist(const std::filesystem::path& fold
   draw("corruptions.png", {corruption_plot(results, "intensity", "intensity times"),
                            corruption_plot(results, "noise", "standard deviation of the noise"),
                            corruption_plot(results, "dropout", "probability of a dropped pixel")});
-  draw("rates.png", {rate_plot(results, "Clean", [](const Run& run) { return run.clean; }),
-                     rate_plot(results, "Mean over all corruptions", mean_corrupted)});
+  std::vector<Plot> by_rate = {
+      rate_plot(results, "clean", [](const Run& run) { return run.clean; })};
+  for (const char* suite : kSuites) {
+    by_rate.push_back(
+        rate_plot(results, suite, [&](const Run& run) { return run.corrupted(suite); }));
+  }
+  draw("rates.png", by_rate);
   return pictures;
 }
 
