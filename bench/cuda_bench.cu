@@ -134,12 +134,16 @@ void bench_sequences(int64_t batch, int64_t tokens, int64_t heads) {
               bytes / 1048576.0, error);
 }
 
-// Decode steps in one CUDA graph over so many pools that no state is found in the cache.
-void bench_step(int64_t batch) {
+// Decode steps in one CUDA graph over so many pools that no state is found in the cache. Returns
+// microseconds a step.
+template <typename State>
+double bench_step(int64_t batch) {
   constexpr int64_t kHeads = 16, kDim = 128;
   const int64_t state = batch * kHeads * kDim * kDim;
-  const int pools = static_cast<int>(std::clamp<int64_t>(50'000'000 / state, 2, 100));
-  DeviceArray<float> states(state * pools), beta(batch * kHeads);
+  const int pools =
+      static_cast<int>(std::clamp<int64_t>(200'000'000 / (state * sizeof(State)), 2, 200));
+  DeviceArray<State> states(state * pools);
+  DeviceArray<float> beta(batch * kHeads);
   DeviceArray<BFloat16> q(batch * kHeads * kDim), k(q.size), v(q.size), o(q.size);
   randomize(states, -1.f, 1.f, 1);
   randomize(beta, 0.f, 1.f, 2);
@@ -162,6 +166,7 @@ void bench_step(int64_t batch) {
     p.beta = {beta.data, kHeads, kHeads, 1};
     step.o = {o.data, kHeads * kDim, kHeads * kDim, kDim};
     step.state = states.data + i * state;
+    if (sizeof(State) == 2) step.state_dtype = efla::DType::kBFloat16;
     step.pool_size = batch;
     check(efla::cuda::step(step, stream));
   }
@@ -169,10 +174,18 @@ void bench_step(int64_t batch) {
   check(cudaGraphInstantiate(&replay, graph, 0));
   check(cudaDeviceSynchronize());
   const double us = 1000 * time(15, [&] { check(cudaGraphLaunch(replay, nullptr)); }) / pools;
-  std::printf("| %lld | %.2f | %.0f |\n", static_cast<long long>(batch), us, 8e-3 * state / us);
   cudaGraphExecDestroy(replay);
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
+  return us;
+}
+
+// A row of the decode table: float states, then bfloat16 states.
+void bench_decode(int64_t batch) {
+  const double us = bench_step<float>(batch), rounded_us = bench_step<BFloat16>(batch);
+  const double elements = 16.0 * 128 * 128 * double(batch);
+  std::printf("| %lld | %.2f | %.0f | %.2f | %.0f |\n", static_cast<long long>(batch), us,
+              8e-3 * elements / us, rounded_us, 4e-3 * elements / rounded_us);
 }
 
 }  // namespace
@@ -192,9 +205,10 @@ int main(int argc, char** argv) {
       bench_sequences(s[0], s[1], s[2]);
       if (quick) break;
     }
-    std::printf("\n| decode batch | us | GB/s |\n|---|---|---|\n");
+    std::printf(
+        "\n| decode batch | us | GB/s | bfloat16 states: us | GB/s |\n|---|---|---|---|---|\n");
     for (const int64_t batch : {1, 8, 64, 256, 1024}) {
-      bench_step(batch);
+      bench_decode(batch);
       if (quick) break;
     }
   } catch (const std::exception& error) {

@@ -71,6 +71,23 @@ class Ours:
         return step
 
 
+class RoundedState(Ours):
+    """Decoding on bfloat16 states: half the bytes."""
+
+    def __init__(self, efla, rule):
+        super().__init__(efla, rule)
+        self.name += ", bfloat16 state"
+
+    def decode(self, s):
+        states = [x.bfloat16() for x in s.states]
+        beta = s.logit.float().sigmoid()
+
+        def step(i):
+            return self.efla.step_(s.q, s.k, s.v, beta, states[i], rule=self.rule)
+
+        return step
+
+
 class Fla:
     """flash-linear-attention's Triton kernels: DeltaNet, no gate. float32 runs token by token there."""
 

@@ -32,7 +32,7 @@ import sys
 import time
 
 import torch
-from gpu_contestants import DecodeInputs, Inputs, Ours, find_peers, versions
+from gpu_contestants import DecodeInputs, Inputs, Ours, RoundedState, find_peers, versions
 from gpu_timing import copy_bandwidth, first_call, measure, peak_memory
 
 DEVICE = "cuda"
@@ -248,7 +248,7 @@ class Bench:
                 states=[normal(batch, heads, dim, dim) for _ in range(count)],
             )
             calls, errors = {}, {}
-            for c in [*self.ours, *self.peers]:
+            for c in [*self.ours, RoundedState(self.efla, "exact"), *self.peers]:
                 if c.decode is None:
                     continue
                 try:

@@ -174,7 +174,8 @@ def decode_table(runs):
             if row is None:
                 line.append("")
                 continue
-            state = 8 * k[0] * k[2] * k[3] ** 2  # bytes, float32, read and written
+            size = 2 if name.endswith("bfloat16 state") else 4
+            state = 2 * size * k[0] * k[2] * k[3] ** 2  # bytes, read and written
             line.append(f"{row['ms'] * 1e3:.2f} ({state / row['ms'] / 1e6:.0f})")
         rows.append(line)
     return table_text(["us a step (GB/s of state); batch", *(k[0] for k in order)], rows)

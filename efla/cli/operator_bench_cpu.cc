@@ -68,19 +68,20 @@ class Bench {
     add_gemm_row("forward+backward", c, error, 4, [&] { run(full); });
   }
 
-  void step(int64_t sequences) {
-    if (!is_wanted(only_, "step")) return;
+  void step(int64_t sequences, at::ScalarType storage) {
+    const std::string name = storage == at::kFloat ? "step" : "step, bfloat16 state";
+    if (!is_wanted(only_, name)) return;
     const BenchCase c{sequences, 1, 16, 128};
     const BenchInputs in(c, at::kFloat);
-    at::Tensor state = torch::randn({sequences, c.heads, c.dim, c.dim});
+    at::Tensor state = torch::randn({sequences, c.heads, c.dim, c.dim}).to(storage);
     ReferenceProblem p = reference_problem(in, 1, c.heads);
     p.initial_state = values(state[sequences - 1]);
     const auto run = [&] { return ops::step_(in.q, in.k, in.v, in.beta, state); };
     const double error =
         relative_error(values(run()[sequences - 1].flatten()), reference_forward(p).o);
-    require(error, 1e-4, "step");
+    require(error, 1e-4, name);
     // Working set of the copy = of the step: half the state copied onto the other half.
-    const at::Tensor half = torch::randn({2, state.numel() / 2});
+    const at::Tensor half = torch::randn({2, state.numel() / 2}).to(storage);
     const at::Tensor from = half[0], to = half[1];
     const int64_t inner = std::max<int64_t>(1, 48 / sequences);  // a round of about a millisecond
     const Paired time = measure_paired(
@@ -91,7 +92,7 @@ class Bench {
           for (int64_t i = 0; i < inner; ++i) to.copy_(from);
         },
         rounds_ * 20);
-    Row row{"step", shape_text(c), time, error, 0, 0, "GB/s"};
+    Row row{name, shape_text(c), time, error, 0, 0, "GB/s"};
     row.time.operation /= double(inner);
     row.time.yardstick /= double(inner);
     const double copied = double(state.nbytes());
@@ -156,13 +157,15 @@ void run_all(Bench& bench) {
     bench.backward(c);
   // Cost per token at growing length.
   for (const int64_t tokens : {1024, 2048, 4096, 8192}) bench.forward({1, tokens, 4, 128});
-  for (const int64_t sequences : {1, 8}) bench.step(sequences);
+  for (const auto storage : {at::kFloat, at::kBFloat16})
+    for (const int64_t sequences : {1, 8}) bench.step(sequences, storage);
 }
 
 }  // namespace
 
 void bench_operators_on_cpu(const OperatorBenchOptions& options) {
-  check_only(options.only, {"forward", "forward, bfloat16", "forward+backward", "step"});
+  check_only(options.only,
+             {"forward", "forward, bfloat16", "forward+backward", "step", "step, bfloat16 state"});
   if (!options.default_malloc) tune_malloc();
   torch::NoGradGuard no_grad;
   fmt::print("threads {}, float32 unless named, {} malloc, torch {}\n\n", at::get_num_threads(),

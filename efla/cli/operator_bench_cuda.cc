@@ -104,16 +104,18 @@ class Bench {
     }
   }
 
-  // One token of so many sequences, float32 states; so many states that none is found in the cache.
-  void step(int64_t batch) {
-    if (!is_wanted(options_.only, "step")) return;
+  // One token of so many sequences; so many states that none is found in the cache.
+  void step(int64_t batch, at::ScalarType storage) {
+    const std::string name = storage == at::kFloat ? "step" : "step, bfloat16 state";
+    if (!is_wanted(options_.only, name)) return;
     const BenchCase c{batch, 1, 16, 128};
     const BenchInputs in(c, at::kBFloat16, kDevice);
     const int64_t size = batch * c.heads * c.dim * c.dim;
     const int64_t count = std::clamp<int64_t>(50'000'000 / size, 2, 100);
     std::vector<at::Tensor> states;
     for (int64_t i = 0; i < count; ++i)
-      states.push_back(torch::randn({batch, c.heads, c.dim, c.dim}, at::device(kDevice)));
+      states.push_back(
+          torch::randn({batch, c.heads, c.dim, c.dim}, at::device(kDevice)).to(storage));
     ReferenceProblem p = reference_problem(in, 1, c.heads);
     p.initial_state = values(states[0][batch - 1]);
     const auto run = [&](int64_t i) {
@@ -121,7 +123,7 @@ class Bench {
     };
     const double error =
         relative_error(values(run(0)[batch - 1].flatten()), reference_forward(p).o);
-    add("step", c, error, 8.0 * double(size), count, run);
+    add(name, c, error, 2.0 * double(states[0].nbytes()), count, run);
   }
 
  private:
@@ -152,7 +154,7 @@ void write_csv(const std::string& path, const std::vector<Row>& rows) {
 }  // namespace
 
 void bench_operators_on_cuda(const OperatorBenchOptions& options) {
-  check_only(options.only, {"forward", "forward+backward", "step"});
+  check_only(options.only, {"forward", "forward+backward", "step", "step, bfloat16 state"});
   torch::NoGradGuard no_grad;
   const double rate = copy_rate(options.rounds);
   fmt::print("CUDA device 0, bfloat16, rule exact, torch {}; device copy {:.2f} TB/s\n\n",
@@ -166,7 +168,8 @@ void bench_operators_on_cuda(const OperatorBenchOptions& options) {
                                     {16, 2048, 8},  {1, 32768, 8},  {1, 131072, 8}};
   for (const auto& s : kShapes) bench.sequences({s[0], s[1], s[2], 128});
   for (const int64_t dim : {64, 96, 256}) bench.sequences({4, 4096, 2048 / dim, dim});
-  for (const int64_t batch : {1, 8, 64, 256, 1024}) bench.step(batch);
+  for (const auto storage : {at::kFloat, at::kBFloat16})
+    for (const int64_t batch : {1, 8, 64, 256, 1024}) bench.step(batch, storage);
   if (!options.csv.empty()) write_csv(options.csv, bench.rows());
 }
 

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 
 #include "efla/flow/step_rule.h"
 
@@ -20,7 +21,8 @@ inline constexpr int64_t kMaxHeadDim = 512;
 inline constexpr int64_t kMaxStepTokens = 8;
 
 /// Storage type of q, k, v, o and their gradients. Arithmetic is float for kFloat32, kBFloat16 and
-/// kFloat16, double for kFloat64; the state and the scalars are stored in the arithmetic type.
+/// kFloat16, double for kFloat64; states and scalars are stored in the arithmetic type, where
+/// StepParams does not say otherwise.
 enum class DType : int { kFloat32 = 0, kFloat64, kBFloat16, kFloat16 };
 
 /// A tensor [B, T, H, D] with D contiguous; for scalars per token and head D is absent.
@@ -110,10 +112,14 @@ struct StepParams {
   // problem.shape: batch = sequences = number of rows, tokens = T <= kMaxStepTokens; initial_state
   // and cu_seqlens are unused.
   Problem problem;
-  MutableView o;          // [B, T, HV, V], storage type
-  void* state = nullptr;  // pool [P, HV, K, V] contiguous, arithmetic type; updated in place
-  int64_t pool_size = 0;  // P
+  MutableView o;                           // [B, T, HV, V], storage type
+  void* state = nullptr;                   // pool [P, HV, K, V] contiguous, updated in place
+  int64_t pool_size = 0;                   // P
   const int64_t* state_indices = nullptr;  // [B]; -1: padding row (o = 0). Null: row b
+
+  // How the pool is stored; none: in the arithmetic type. With float arithmetic also kBFloat16, on
+  // a GPU kFloat16 too: float between the tokens of a call, rounded to nearest once.
+  std::optional<DType> state_dtype;
 };
 
 /// Tokens between two saved states.

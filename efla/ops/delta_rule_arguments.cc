@@ -113,10 +113,14 @@ SymbolicShape check_arguments(const DeltaRuleArguments& a) {
 }
 
 void check_state(const char* op, const char* name, const at::Tensor& state, const char* rows_name,
-                 const c10::SymInt& rows, const DeltaRuleArguments& a, const SymbolicShape& s) {
+                 const c10::SymInt& rows, const DeltaRuleArguments& a, const SymbolicShape& s,
+                 StateStorage storage) {
   check_device(op, a.q, name, state);
   const at::ScalarType dtype = arithmetic_type(a.q.scalar_type());
-  TORCH_CHECK(state.scalar_type() == dtype, op, ": ", name, " must be ", dtype, " for ",
+  const bool may_be_16_bits = storage == StateStorage::kArithmeticOr16Bits && dtype == at::kFloat;
+  const bool is_16_bits = state.scalar_type() == at::kBFloat16 || state.scalar_type() == at::kHalf;
+  TORCH_CHECK(state.scalar_type() == dtype || (may_be_16_bits && is_16_bits), op, ": ", name,
+              " must be ", dtype, may_be_16_bits ? ", BFloat16 or Half" : "", " for ",
               a.q.scalar_type(), " q, but is ", state.scalar_type(), " with shape ",
               state.sym_sizes());
   TORCH_CHECK(state.dim() == 4 && state.sym_size(0) == rows && state.sym_size(1) == s.value_heads &&

@@ -45,10 +45,13 @@ c10::SymInt check_sequences(const DeltaRuleArguments& arguments, const SymbolicS
                             const std::optional<at::Tensor>& initial_state,
                             const std::optional<at::Tensor>& cu_seqlens);
 
-/// Checks a tensor [rows, HV, K, V] of states in the arithmetic type.
+/// How a state may be stored: in the arithmetic type or, where that is float32, also in 16 bits.
+enum class StateStorage { kArithmetic, kArithmeticOr16Bits };
+
+/// Checks a tensor [rows, HV, K, V] of states.
 void check_state(const char* op, const char* name, const at::Tensor& state, const char* rows_name,
                  const c10::SymInt& rows, const DeltaRuleArguments& arguments,
-                 const SymbolicShape& shape);
+                 const SymbolicShape& shape, StateStorage storage = StateStorage::kArithmetic);
 
 /// Checked arguments as kernel parameters, and the tensors that own what they point to.
 struct PreparedProblem {

@@ -38,7 +38,8 @@ std::tuple<at::Tensor, at::Tensor> recurrent(const at::Tensor& q, const at::Tens
                                              const Options& options = {});
 
 /// One token (or T <= 8) per sequence, state [P,HV,K,V] updated in place; no gradient.
-/// q, k [B,H,K] or [B,T,H,K]; state_indices [B] int32/int64, -1 = padding row.
+/// q, k [B,H,K] or [B,T,H,K]; state_indices [B] int32/int64, -1 = padding row. The state is float32
+/// (float64 for float64 q) or, in half the memory and rounded once a call, bfloat16 or float16.
 at::Tensor step_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                  const at::Tensor& beta, at::Tensor& state,
                  const std::optional<at::Tensor>& log_decay = {}, std::string_view rule = "exact",

@@ -35,12 +35,13 @@ void check_step(const DeltaRuleArguments& a, const Tensor& state,
               "); use efla.recurrent or efla.chunk");
   const Tensor* indices = given(state_indices);
   if (indices == nullptr) {
-    check_state(kOp, "state", state, "B (without state_indices)", s.batch, a, s);
+    check_state(kOp, "state", state, "B (without state_indices)", s.batch, a, s,
+                StateStorage::kArithmeticOr16Bits);
     return;
   }
   TORCH_CHECK(state.dim() == 4, kOp, ": state must have shape [P, HV, K, V], but has shape ",
               state.sym_sizes());
-  check_state(kOp, "state", state, "P", state.sym_size(0), a, s);
+  check_state(kOp, "state", state, "P", state.sym_size(0), a, s, StateStorage::kArithmeticOr16Bits);
   check_device(kOp, a.q, "state_indices", *indices);
   TORCH_CHECK(indices->scalar_type() == at::kInt || indices->scalar_type() == at::kLong, kOp,
               ": state_indices must be int32 or int64, but is ", indices->scalar_type(),
@@ -127,12 +128,14 @@ Tensor step_kernel(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                   : at::detail::empty_cpu(v.sizes(), prepared.v.options());
   if (o.numel() == 0) return as_dtype(o, q.scalar_type());
 
-  // A state with other strides is updated through a copy; the caller's memory changes all the same.
-  Tensor pool = state.contiguous();
+  // A state with other strides, or in a dtype that the kernel has not, is updated through a copy;
+  // the caller's memory changes all the same.
+  Tensor pool = contiguous(state, storage_type(state));
   StepParams params;
   params.problem = prepared.problem;
   params.o = mutable_view_of(o, has_token_axis);
   params.state = pool.mutable_data_ptr();
+  params.state_dtype = kernel_dtype(pool.scalar_type());
   params.pool_size = pool.size(0);
   if (given(state_indices)) {
     params.state_indices = cuda ? device_indices.const_data_ptr<int64_t>() : indices.data();

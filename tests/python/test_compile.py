@@ -68,10 +68,11 @@ def test_opcheck_of_the_internal_pair(dtype):
     opcheck(E._delta_rule_backward.default, without)
 
 
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pool", [False, True])
-def test_opcheck_of_step(pool):
+def test_opcheck_of_step(pool, storage):
     case = inputs(tokens=1, decay=True, sequences=3 if pool else None)
-    state = case.pop("initial_state")
+    state = case.pop("initial_state").to(storage)
     token = [t[:, 0] for t in case.values()]
     args = (*token[:4], state, token[4])
     opcheck(E.step_.default, args, {"state_indices": torch.tensor([2, -1]) if pool else None})

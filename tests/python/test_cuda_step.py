@@ -219,7 +219,7 @@ def test_a_refused_call_leaves_the_state_alone():
     pool = state.float().to(DEVICE)
     for match, changes in [
         ("state must have shape", dict(state=pool[:1])),
-        ("state must be Float", dict(state=pool.bfloat16())),
+        ("state must be Float", dict(state=pool.double())),
         ("k must have the shape of q", dict(k=tensors["k"][..., :5])),
         ("state_indices must be int32 or int64", dict(state_indices=torch.ones(2, device=DEVICE))),
         ("at most 8 tokens", {n: tensors[n].repeat_interleave(9, 1) for n in ("q", "k", "v", "beta")}),

@@ -144,7 +144,7 @@ def test_refused_calls_leave_the_state_alone():
     token, state = one_token(inputs(tokens=1))
     refused("state must have shape", token, state[:1])
     refused("state must be Float", token, state.double())
-    refused("state must be Float", token, state.bfloat16())
+    refused("state must be Float, BFloat16 or Half", token, state.int())
     refused("unknown rule", token, state, rule="midpoint")
     refused("state_indices must be int32 or int64", token, state, state_indices=torch.ones(2))
     refused(

@@ -21,8 +21,9 @@ void chunk_backward(const BackwardParams& params, const Executor& executor);
 /// chunk_backward serves both. Bitwise the same for any executor.threads.
 void recurrent_forward(const ForwardParams& params, const Executor& executor);
 
-/// In-place step on a pool of states. state_indices must be in [-1, P) and, apart from -1, distinct
-/// (checked by the caller).
+/// In-place step on a pool of states, stored in the arithmetic type or, where that is float, as
+/// kBFloat16. state_indices must be in [-1, P) and, apart from -1, distinct (checked by the
+/// caller).
 void step(const StepParams& params, const Executor& executor);
 
 }  // namespace efla::cpu

@@ -3,6 +3,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "efla/kernels/cpu/step.cc"
 #include <algorithm>
+#include <type_traits>
 
 #include "efla/kernels/cpu/delta_rule.h"
 #include "efla/kernels/cpu/parallel.h"
@@ -14,6 +15,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace efla::cpu::HWY_NAMESPACE {
 namespace {
+
+// Columns of a unit: a multiple of every target's block, so that the split never cuts a block.
+constexpr int64_t kUnitColumns = 64;
 
 // The tokens of one (row, value head), converted: what all its column blocks share.
 template <typename S>
@@ -37,8 +41,9 @@ class HeadTokens {
     }
   }
 
-  // Columns [j0, j0 + columns) of the state [K, V] of this head.
-  void run(const StepParams& p, int64_t b, int64_t h, A* state, int64_t j0, int64_t columns) {
+  // Columns [j0, j0 + columns) of the state [K, V] of this head, stored as P.
+  template <typename P>
+  void run(const StepParams& p, int64_t b, int64_t h, P* state, int64_t j0, int64_t columns) {
     const D d;
     const Shape& s = p.problem.shape;
     for (int64_t t = 0; t < s.tokens; ++t) {
@@ -56,7 +61,11 @@ class HeadTokens {
     x.scalars = scalars_;
     x.v = x.o = values_;
     x.value_stride = kMaxHeadDim;
-    step_block(d, x, state + j0, s.value_dim, columns);
+    if constexpr (std::is_same_v<P, A>) {
+      step_block(d, x, state + j0, s.value_dim, columns);
+    } else {
+      step_rounded(d, x, state + j0, s.value_dim, columns);
+    }
     for (int64_t t = 0; t < s.tokens; ++t) {
       S* o = at<S>(p.o, b, t, h) + j0;
       for_vectors(d, columns, [&](int64_t j, auto n) HWY_ATTR {
@@ -66,6 +75,30 @@ class HeadTokens {
   }
 
  private:
+  // A state that is stored in fewer bits, so many columns at a time that they stay in L1: all
+  // tokens in the arithmetic type, then one rounding.
+  template <typename P>
+  void step_rounded(D d, const StepTokens<A>& tokens, P* state, int64_t stride, int64_t columns) {
+    constexpr int64_t kWidth = kStepVectors * hn::MaxLanes(D());
+    HWY_ALIGN A block[kMaxHeadDim * kWidth];
+    StepTokens<A> x = tokens;
+    for (int64_t j0 = 0; j0 < columns; j0 += kWidth) {
+      const int64_t width = std::min(kWidth, columns - j0);
+      for (int64_t i = 0; i < x.key_dim; ++i)
+        for_vectors(d, width, [&](int64_t j, auto n) HWY_ATTR {
+          store(d, load_some(d, state + i * stride + j0 + j, n), block + i * kWidth + j);
+        });
+      x.v = tokens.v + j0;
+      x.o = tokens.o + j0;
+      step_block(d, x, block, kWidth, width);
+      for (int64_t i = 0; i < x.key_dim; ++i)
+        for_vectors(d, width, [&](int64_t j, auto n) HWY_ATTR {
+          const auto row = HWY_NAMESPACE::load(d, block + i * kWidth + j);
+          store_some(d, row, state + i * stride + j0 + j, n);
+        });
+    }
+  }
+
   HWY_ALIGN A q_[kMaxStepTokens * kMaxHeadDim];
   HWY_ALIGN A k_[kMaxStepTokens * kMaxHeadDim];
   HWY_ALIGN A values_[kMaxStepTokens * kMaxHeadDim];  // v on entry, o on return
@@ -78,18 +111,18 @@ void zero_output(const StepParams& p, int64_t b, int64_t h, int64_t j0, int64_t 
     std::fill_n(at<S>(p.o, b, t, h) + j0, columns, from_arithmetic<S>(0));
 }
 
-// A unit is a block of columns of one (row, value head); tasks are contiguous ranges of units.
-template <typename S>
-void step_units(const StepParams& p, int64_t begin, int64_t end, int64_t blocks, int64_t width) {
-  using A = Arithmetic<S>;
+// A unit is a block of columns of one (row, value head); tasks are contiguous ranges of units. The
+// state is stored as P.
+template <typename S, typename P>
+void step_units(const StepParams& p, int64_t begin, int64_t end, int64_t blocks) {
   const Shape& s = p.problem.shape;
   HeadTokens<S> tokens;
   int64_t loaded = -1;
   for (int64_t unit = begin; unit < end; ++unit) {
     const int64_t row_head = unit / blocks;
     const int64_t b = row_head / s.value_heads, h = row_head % s.value_heads;
-    const int64_t j0 = unit % blocks * width;
-    const int64_t columns = std::min(width, s.value_dim - j0);
+    const int64_t j0 = unit % blocks * kUnitColumns;
+    const int64_t columns = std::min(kUnitColumns, s.value_dim - j0);
     const int64_t slot = p.state_indices ? p.state_indices[b] : b;
     if (slot < 0) {
       zero_output<S>(p, b, h, j0, columns);
@@ -97,14 +130,23 @@ void step_units(const StepParams& p, int64_t begin, int64_t end, int64_t blocks,
     }
     if (loaded != row_head) tokens.load(p.problem, b, h);
     loaded = row_head;
-    A* state = static_cast<A*>(p.state) + (slot * s.value_heads + h) * s.key_dim * s.value_dim;
+    P* state = static_cast<P*>(p.state) + (slot * s.value_heads + h) * s.key_dim * s.value_dim;
     tokens.run(p, b, h, state, j0, columns);
   }
 }
 
-void step_task(const StepParams& p, int64_t begin, int64_t end, int64_t blocks, int64_t width) {
-  dispatch_storage(p.problem.dtype,
-                   [&](auto tag) { step_units<decltype(tag)>(p, begin, end, blocks, width); });
+void step_task(const StepParams& p, int64_t begin, int64_t end, int64_t blocks) {
+  dispatch_storage(p.problem.dtype, [&](auto tag) {
+    using S = decltype(tag);
+    using A = Arithmetic<S>;
+    if constexpr (std::is_same_v<A, float>) {
+      if (p.state_dtype == DType::kBFloat16) {
+        step_units<S, BFloat16>(p, begin, end, blocks);
+        return;
+      }
+    }
+    step_units<S, A>(p, begin, end, blocks);
+  });
 }
 
 }  // namespace
@@ -117,8 +159,6 @@ namespace {
 
 HWY_EXPORT(step_task);
 
-// Columns of a unit: a multiple of every target's block, so that the split never cuts a block.
-constexpr int64_t kUnitColumns = 64;
 // State that a task must have to be worth a thread: waking one costs a few microseconds.
 constexpr int64_t kTaskBytes = 128 * 1024;
 
@@ -127,15 +167,18 @@ constexpr int64_t kTaskBytes = 128 * 1024;
 void step(const StepParams& p, const Executor& executor) {
   const Shape& s = p.problem.shape;
   if (s.tokens == 0) return;
+  constexpr int64_t kUnitColumns = HWY_NAMESPACE::kUnitColumns;
   const int64_t blocks = (s.value_dim + kUnitColumns - 1) / kUnitColumns;
   const int64_t units = s.batch * s.value_heads * blocks;
   if (units == 0) return;
-  const int64_t element_bytes = p.problem.dtype == DType::kFloat64 ? 8 : 4;
+  const int64_t element_bytes = p.problem.dtype == DType::kFloat64  ? 8
+                                : p.state_dtype == DType::kBFloat16 ? 2
+                                                                    : 4;
   const int64_t unit_bytes = s.key_dim * std::min(s.value_dim, kUnitColumns) * element_bytes;
   parallel_ranges(executor, units, kTaskBytes / std::max<int64_t>(unit_bytes, 1),
                   [&](int64_t begin, int64_t end) {
                     const auto run = HWY_DYNAMIC_DISPATCH(step_task);
-                    run(p, begin, end, blocks, kUnitColumns);
+                    run(p, begin, end, blocks);
                   });
 }
 

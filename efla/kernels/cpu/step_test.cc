@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "efla/flow/reference.h"
@@ -16,6 +17,9 @@ struct StepCase {
   DType dtype = DType::kFloat32;
   Rule rule = Rule::kExact;
   bool decay = false, l2norm = false;
+  std::optional<DType> state_dtype = {};
+
+  DType stored() const { return state_dtype.value_or(arithmetic_dtype(dtype)); }
 };
 
 // Inputs with gaps between tokens and heads, and a pool of one state more than rows.
@@ -28,7 +32,7 @@ class StepData {
         v(Array::random(c.dtype, c.batch * c.tokens * value_token(), 3)),
         beta(arithmetic_dtype(c.dtype), c.batch * c.tokens * c.value_heads),
         log_decay(arithmetic_dtype(c.dtype), beta.size()),
-        pool(Array::random(arithmetic_dtype(c.dtype), (c.batch + 1) * state_size(), 4)),
+        pool(Array::random(c.stored(), (c.batch + 1) * state_size(), 4)),
         o(c.dtype, v.size()) {
     // Keys of norm about one keep the Euler and truncated rules from growing.
     for (int64_t i = 0; i < k.size(); ++i) k.set(i, k.get(i) / std::sqrt(double(c.key_dim)));
@@ -59,6 +63,7 @@ class StepData {
     if (c_.decay) pr.log_decay = {log_decay.data(), c_.tokens * c_.value_heads, c_.value_heads, 1};
     p.o = {o.data(), c_.tokens * value_token(), value_token(), value_head()};
     p.state = pool.data();
+    p.state_dtype = c_.state_dtype;
     p.pool_size = c_.batch + 1;
     p.state_indices = indices ? indices->data() : nullptr;
     return p;
@@ -123,6 +128,55 @@ void expect_matches_reference(const StepCase& c) {
                    "state");
     }
   });
+}
+
+// A bfloat16 state is the exact one rounded once: off by 2^-8 of each element at most, beside what
+// float arithmetic does to the largest.
+void expect_one_rounding(const std::vector<double>& actual, const std::vector<double>& exact) {
+  ASSERT_EQ(actual.size(), exact.size());
+  double largest = 0;
+  for (double x : exact) largest = std::max(largest, std::abs(x));
+  int64_t rounded = 0;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const double error = std::abs(actual[i] - exact[i]);
+    ASSERT_FALSE(!(error <= std::abs(exact[i]) / 256 + 1e-5 * largest))
+        << "state[" << i << "] is " << actual[i] << ", exact " << exact[i];
+    rounded += error > 1e-5 * largest;
+  }
+  EXPECT_GT(rounded, 0) << "it was stored in bfloat16";
+}
+
+TEST(Step, StateInBFloat16IsRoundedOnceACall) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
+    for (const int64_t value_dim : {5, 16, 64, 65, 200})
+      for (const int64_t tokens : {1, 2, 8}) {
+        StepCase c;
+        c.dtype = dtype;
+        c.state_dtype = DType::kBFloat16;
+        c.batch = 3;
+        c.tokens = tokens;
+        c.value_heads = 4;
+        c.key_dim = 33;
+        c.value_dim = value_dim;
+        c.decay = tokens > 1;
+        SCOPED_TRACE(testing::Message()
+                     << dtype_name(dtype) << " V " << value_dim << " T " << tokens);
+        const std::vector<int64_t> indices = {3, -1, 0};
+        for_each_target([&] {
+          StepData data(c), untouched(c);
+          step(data.params(&indices), threaded_executor(3));
+          for (const int64_t b : {0, 2}) {
+            const ReferenceResult exact = data.reference(b, indices[b], untouched.pool);
+            expect_close(data.output_row(b), exact.o, tolerance(dtype), "o");
+            expect_one_rounding(data.state(indices[b]), exact.final_state);
+          }
+          for (double x : data.output_row(1)) EXPECT_EQ(x, 0.0);
+          for (const int64_t slot : {1, 2}) EXPECT_EQ(data.state(slot), untouched.state(slot));
+          StepData alone(c);
+          step(alone.params(&indices), {});
+          EXPECT_TRUE(alone.pool.same_bits(data.pool));
+        });
+      }
 }
 
 TEST(Step, MatchesReferenceForEveryRuleAndStorageType) {

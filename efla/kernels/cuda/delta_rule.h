@@ -1,7 +1,7 @@
 // The delta-rule family on NVIDIA GPUs, for every step rule. The structs are those of params.h with
 // every pointer in device memory, cu_seqlens and state_indices included: nothing here waits for the
 // device, so all of it can be captured in a CUDA graph. Storage types: float, bfloat16, half;
-// arithmetic and states are float.
+// arithmetic is float, and so are states, which step alone also takes as bfloat16 or half.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -9,10 +9,13 @@
 //
 //   S <- gamma S + k u^T ,     o = scale (gamma S_old^T q + (k.q) u) .
 //
-// kRows * 4 kWarps >= K; rows beyond K are zero.
+// kRows * 4 kWarps >= K; rows beyond K are zero. A step's state may be stored in 16 bits: half the
+// bytes to move, rounded once a call.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "efla/kernels/cuda/delta_rule.h"
 
@@ -28,8 +31,8 @@ constexpr float kL2Eps = 1e-6f;
 struct Args {
   View q, k, v, beta, log_decay;
   MutableView o;
-  const float* state_in;         // null: zero
-  float* state_out;              // null: not wanted
+  const void* state_in;          // State; null: zero
+  void* state_out;               // State; null: not wanted
   const int64_t* state_indices;  // null: row b
   int64_t pool_size;
   const int64_t* cu_seqlens;  // null: dense
@@ -82,31 +85,38 @@ __device__ __forceinline__ void load_token(const Args& a, int64_t b, int64_t t, 
   token.log_decay = a.log_decay.data ? *at<float>(a.log_decay, b, t, hv) : 0.f;
 }
 
-template <int kVec>
-__device__ __forceinline__ void load_state(const float* row, int column0, int value_dim,
+// Four elements of a state, moved at once.
+template <typename State>
+using Quad = std::conditional_t<sizeof(State) == 4, float4, uint2>;
+
+template <int kVec, typename State>
+__device__ __forceinline__ void load_state(const State* row, int column0, int value_dim,
                                            float (&s)[kVec]) {
+  if (column0 >= value_dim) return;
   if constexpr (kVec == 4) {
-    if (column0 < value_dim) {
-      const float4 x = *reinterpret_cast<const float4*>(row + column0);
-      s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
-    }
+    const auto quad = *reinterpret_cast<const Quad<State>*>(row + column0);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) s[c] = to_float(reinterpret_cast<const State*>(&quad)[c]);
   } else {
-    if (column0 < value_dim) s[0] = row[column0];
+    s[0] = to_float(row[column0]);
   }
 }
 
-template <int kVec>
-__device__ __forceinline__ void store_state(float* row, int column0, int value_dim,
+template <int kVec, typename State>
+__device__ __forceinline__ void store_state(State* row, int column0, int value_dim,
                                             const float (&s)[kVec]) {
   if (column0 >= value_dim) return;
   if constexpr (kVec == 4) {
-    *reinterpret_cast<float4*>(row + column0) = make_float4(s[0], s[1], s[2], s[3]);
+    Quad<State> quad;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) reinterpret_cast<State*>(&quad)[c] = State(s[c]);
+    *reinterpret_cast<Quad<State>*>(row + column0) = quad;
   } else {
-    row[column0] = s[0];
+    row[column0] = State(s[0]);
   }
 }
 
-template <typename T, int kRows, int kWarps, int kVec, bool kExact>
+template <typename T, typename State, int kRows, int kWarps, int kVec, bool kExact>
 __global__ void __launch_bounds__(kWarps * 32) recurrent_kernel(const Args a) {
   constexpr int kRowStride = kWarps * kRowLanes;
   constexpr int kSums = 2 * kVec + 3;  // S^T k and S^T q per column, then k.k, k.q, q.q
@@ -134,8 +144,9 @@ __global__ void __launch_bounds__(kWarps * 32) recurrent_kernel(const Args a) {
     for (int i = 0; i < kRows; ++i) {
       const int row = row0 + i * kRowStride;
       if (kExact || row < a.key_dim) {
-        load_state<kVec>(a.state_in + state_offset + int64_t{row} * a.value_dim, column0,
-                         a.value_dim, s[i]);
+        load_state(
+            static_cast<const State*>(a.state_in) + state_offset + int64_t{row} * a.value_dim,
+            column0, a.value_dim, s[i]);
       }
     }
   }
@@ -212,44 +223,49 @@ __global__ void __launch_bounds__(kWarps * 32) recurrent_kernel(const Args a) {
     for (int i = 0; i < kRows; ++i) {
       const int row = row0 + i * kRowStride;
       if (kExact || row < a.key_dim) {
-        store_state<kVec>(a.state_out + state_offset + int64_t{row} * a.value_dim, column0,
-                          a.value_dim, s[i]);
+        store_state(static_cast<State*>(a.state_out) + state_offset + int64_t{row} * a.value_dim,
+                    column0, a.value_dim, s[i]);
       }
     }
   }
 }
 
-template <typename T, int kVec>
+template <typename T, typename State, int kVec>
 cudaError_t launch(const Args& a, int64_t sequences, cudaStream_t stream) {
   const int64_t blocks = sequences * a.value_heads * a.column_tiles;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX || a.key_dim > kMaxKeyDim) return cudaErrorInvalidValue;
   const auto grid = static_cast<unsigned>(blocks);
-  // Decoding's usual sizes, without a bound to check.
-  const bool exact = kVec == 4 && a.value_dim % (kVec * kColumnLanes) == 0;
-  if (exact && a.key_dim == 64) {
-    recurrent_kernel<T, 4, 4, kVec, true><<<grid, 128, 0, stream>>>(a);
-  } else if (exact && a.key_dim == 128) {
-    recurrent_kernel<T, 8, 4, kVec, true><<<grid, 128, 0, stream>>>(a);
-  } else if (a.key_dim <= 128) {
-    recurrent_kernel<T, 8, 4, kVec, false><<<grid, 128, 0, stream>>>(a);
+  if constexpr (kVec == 4) {  // decoding's usual sizes, without a bound to check
+    if (a.value_dim % (kVec * kColumnLanes) == 0 && (a.key_dim == 64 || a.key_dim == 128)) {
+      a.key_dim == 64 ? recurrent_kernel<T, State, 4, 4, kVec, true><<<grid, 128, 0, stream>>>(a)
+                      : recurrent_kernel<T, State, 8, 4, kVec, true><<<grid, 128, 0, stream>>>(a);
+      return cudaGetLastError();
+    }
+  }
+  if (a.key_dim <= 128) {
+    recurrent_kernel<T, State, 8, 4, kVec, false><<<grid, 128, 0, stream>>>(a);
   } else if (a.key_dim <= 256) {
-    recurrent_kernel<T, 8, 8, kVec, false><<<grid, 256, 0, stream>>>(a);
+    recurrent_kernel<T, State, 8, 8, kVec, false><<<grid, 256, 0, stream>>>(a);
   } else {
-    recurrent_kernel<T, 16, 8, kVec, false><<<grid, 256, 0, stream>>>(a);
+    recurrent_kernel<T, State, 16, 8, kVec, false><<<grid, 256, 0, stream>>>(a);
   }
   return cudaGetLastError();
 }
 
-template <typename T>
+template <typename T, typename State>
 cudaError_t run(Args a, int64_t sequences, cudaStream_t stream) {
-  const bool vector = a.value_dim % 4 == 0 && reinterpret_cast<uintptr_t>(a.state_in) % 16 == 0 &&
-                      reinterpret_cast<uintptr_t>(a.state_out) % 16 == 0;
+  constexpr uintptr_t kAlignment = sizeof(Quad<State>);
+  const bool vector = a.value_dim % 4 == 0 &&
+                      reinterpret_cast<uintptr_t>(a.state_in) % kAlignment == 0 &&
+                      reinterpret_cast<uintptr_t>(a.state_out) % kAlignment == 0;
   const int columns = kColumnLanes * (vector ? 4 : 1);
   a.column_tiles = (a.value_dim + columns - 1) / columns;
-  return vector ? launch<T, 4>(a, sequences, stream) : launch<T, 1>(a, sequences, stream);
+  return vector ? launch<T, State, 4>(a, sequences, stream)
+                : launch<T, State, 1>(a, sequences, stream);
 }
 
+template <typename State>
 cudaError_t dispatch(const Problem& p, Args a, cudaStream_t stream) {
   a.q = p.q, a.k = p.k, a.v = p.v, a.beta = p.beta, a.log_decay = p.log_decay;
   a.tokens = p.shape.tokens;
@@ -262,11 +278,11 @@ cudaError_t dispatch(const Problem& p, Args a, cudaStream_t stream) {
   a.qk_l2norm = p.qk_l2norm;
   switch (p.dtype) {
     case DType::kFloat32:
-      return run<float>(a, p.shape.sequences, stream);
+      return run<float, State>(a, p.shape.sequences, stream);
     case DType::kBFloat16:
-      return run<__nv_bfloat16>(a, p.shape.sequences, stream);
+      return run<__nv_bfloat16, State>(a, p.shape.sequences, stream);
     case DType::kFloat16:
-      return run<__half>(a, p.shape.sequences, stream);
+      return run<__half, State>(a, p.shape.sequences, stream);
     case DType::kFloat64:
       break;
   }
@@ -279,24 +295,34 @@ cudaError_t recurrent_forward(const ForwardParams& params, cudaStream_t stream) 
   if (params.checkpoints) return cudaErrorInvalidValue;
   Args a{};
   a.o = params.o;
-  a.state_in = static_cast<const float*>(params.problem.initial_state);
-  a.state_out = static_cast<float*>(params.final_state);
+  a.state_in = params.problem.initial_state;
+  a.state_out = params.final_state;
   a.cu_seqlens = params.problem.cu_seqlens;
   const Problem& p = params.problem;
   if (auto e = zero_slack(p, params.o, p.shape.value_heads, p.shape.value_dim,
                           p.dtype == DType::kFloat32 ? 4 : 2, stream)) {
     return e;
   }
-  return dispatch(params.problem, a, stream);
+  return dispatch<float>(params.problem, a, stream);
 }
 
 cudaError_t step(const StepParams& params, cudaStream_t stream) {
   Args a{};
   a.o = params.o;
-  a.state_in = a.state_out = static_cast<float*>(params.state);
+  a.state_in = a.state_out = params.state;
   a.state_indices = params.state_indices;
   a.pool_size = params.pool_size;
-  return dispatch(params.problem, a, stream);
+  switch (params.state_dtype.value_or(DType::kFloat32)) {
+    case DType::kFloat32:
+      return dispatch<float>(params.problem, a, stream);
+    case DType::kBFloat16:
+      return dispatch<__nv_bfloat16>(params.problem, a, stream);
+    case DType::kFloat16:
+      return dispatch<__half>(params.problem, a, stream);
+    case DType::kFloat64:
+      break;
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace efla::cuda
