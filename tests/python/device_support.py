@@ -48,6 +48,7 @@ class Wider(NamedTuple):
     reason: str
     only_decay: bool = False
     lost: float = 0.0  # RMS of what half cannot hold: an absolute error that is no error
+    dim: int = 0  # of this head size alone, in the place of a row above; 0: of all
 
 
 _BF16, _F16 = torch.bfloat16, torch.float16
@@ -62,7 +63,7 @@ _SMALL_U = "u of these keys, 1e-6, is among half's subnormal numbers"
 # What a delta rule of 16-bit products does not keep within LIMITS. Emulating the roundings of fla's
 # bfloat16 kernels on these inputs gives 1.1e-2 to 1.5e-2 for v and 2.6e-2 to 2.8e-2 for beta where
 # keys repeat, and 8.4e-3 for the final state of large keys; the limits here are below the largest of
-# these. The Hopper kernels make outputs for K = V = 64 and 128, gradients for 128.
+# these.
 WIDER = (
     Wider(_REPEATED, _BF16, "beta", "portable", 8e-3, _CANCEL),
     Wider(("large_keys",), _BF16, "final_state", "portable", 7e-3, _ERASED),
@@ -81,6 +82,12 @@ WIDER = (
     Wider(("large_keys_small_steps",), _F16, "k", "hopper", 2e-2, _SMALL_U, only_decay=True),
     Wider(("hard_resets",), _F16, "initial_state", "hopper", 3e-3,
           "gates below e^-10 make products that half does not hold", lost=2.0**-24),
+    # The same errors weigh more in the keys' gradient where K = V = 64.
+    Wider(("large_keys",), _BF16, "k", "hopper", 7e-3, _ERASED, dim=64),
+    Wider(("large_keys",), _F16, "k", "hopper", 3.5e-3, _SMALL_U, dim=64),
+    Wider(("large_keys",), _F16, "k", "hopper", 2.2e-2, _SMALL_U, only_decay=True, dim=64),
+    Wider(("large_keys_small_steps",), _F16, "k", "hopper", 5.5e-3, _SMALL_U, dim=64),
+    Wider(("large_keys_small_steps",), _F16, "k", "hopper", 2.6e-2, _SMALL_U, only_decay=True, dim=64),
 )  # fmt: skip
 
 _worst = {}  # (dtype, tensor) -> (share of the limit, error, limit, where)
@@ -157,16 +164,15 @@ def expectation(case, **options):
     return evaluate(efla.chunk, case, torch.float64, "cpu", poison=False, **options)
 
 
-def family(tensor, dtype, dim):
-    """The kernels that make a tensor of efla.chunk with K = V = dim: "hopper", "portable" or "cpu"."""
+def family(dtype, dim):
+    """The kernels that efla.chunk runs with K = V = dim: "hopper", "portable" or "cpu"."""
     if not ON_GPU:
         return "cpu"
-    dims = (64, 128) if tensor in OUTPUTS else (128,)
     hopper = (
         torch.cuda.get_device_capability(DEVICE) == (9, 0)
         and os.environ.get("EFLA_CUDA_KERNELS", "") != "portable"
         and dtype in SIXTEEN_BITS
-        and dim in dims
+        and dim in (64, 128)
     )
     return "hopper" if hopper else "portable"
 
@@ -178,8 +184,9 @@ def wider_limits(inputs, dtype, dim, decay):
         for row in WIDER
         if inputs in row.inputs
         and dtype == row.dtype
-        and row.family == family(row.tensor, dtype, dim)
+        and row.family == family(dtype, dim)
         and (decay or not row.only_decay)
+        and row.dim in (0, dim)
     }
 
 

@@ -58,8 +58,8 @@ ChunkArgs make_args(const Problem& p, Arena& arena) {
   return a;
 }
 
-// The backward's own workspaces; on Hopper dS and dR never leave the multiprocessor. Grouped heads
-// get float parts of dq and dk per value head.
+// The backward's own workspaces; on Hopper V is a number of whole tiles, and dS and dR never leave
+// the multiprocessor. Grouped heads get float parts of dq and dk per value head.
 void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, bool hopper, void*& parts_q,
                   void*& parts_k) {
   const Shape& s = p.shape;
@@ -68,6 +68,7 @@ void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, bool hopper, voi
       p.dtype == DType::kFloat32 ? chunk_tokens<float>(s.key_dim) : chunk_tokens<__half>(s.key_dim);
   const int64_t places =
       chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, c) * s.value_heads;
+  if (hopper) a.columns = s.value_dim;
   a.states = arena.take(places * a.columns * key_dim * size);
   a.u = arena.take(places * c * a.columns * size);
   if (!hopper) {

@@ -8,21 +8,20 @@
 namespace efla::cuda::sm90 {
 namespace {
 
-// A workspace of rows of 128 elements.
-View rows_of(const void* data) { return {data, 0, kDim, 0}; }
+bool has_kernel(const Shape& s) {
+  return s.key_dim == s.value_dim && (s.key_dim == 64 || s.key_dim == 128);
+}
 
 }  // namespace
 
 bool backward_applies(const BackwardParams& params) {
   const Problem& p = params.problem;
   const Shape& s = p.shape;
-  if (s.key_dim != kDim || s.value_dim != kDim || s.tokens >= INT32_MAX || s.batch >= INT32_MAX) {
-    return false;
-  }
+  if (!has_kernel(s) || s.tokens >= INT32_MAX || s.batch >= INT32_MAX) return false;
   // The workspaces' maps count rows in 32 bits.
   const int64_t places =
       chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, kC) * s.value_heads;
-  if (places * kDim > INT32_MAX) return false;
+  if (places * s.value_dim > INT32_MAX) return false;
   const auto map = [&](const auto& x, int64_t heads) {  // a gradient that is not wanted is null
     return x.data == nullptr || has_map(x, s.batch, s.tokens, heads);
   };
@@ -34,33 +33,34 @@ bool backward_applies(const BackwardParams& params) {
 
 ScanPlan plan_backward(const Problem& problem) {
   const Shape& s = problem.shape;
-  if (s.key_dim != kDim || s.value_dim != kDim || !device_applies(problem.dtype)) return {};
+  if (!has_kernel(s) || !device_applies(problem.dtype)) return {};
   return plan_scan(problem);
 }
 
 cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void* parts,
                      cudaStream_t stream) {
   const bool packed = a.cu_seqlens != nullptr;
+  const int64_t dim = a.key_dim;
   const int64_t batch = packed ? 1 : a.sequences;
   const int64_t places = chunk_slots(a.sequences, a.tokens, packed, kC) * a.value_heads;
   if (a.sequences * a.value_heads == 0) return cudaSuccess;
   BackwardMaps maps{};
   CUtensorMap v{};
   const auto map = [&](CUtensorMap& out, const View& x, int64_t heads) {
-    return make_map(out, x, dtype, batch, a.tokens, heads, kDim);
+    return make_map(out, x, dtype, batch, a.tokens, heads, dim);
   };
   const auto workspace = [&](CUtensorMap& out, const void* data, int64_t rows) {
-    return make_map(out, rows_of(data), dtype, 1, places * rows, 1, kDim);
+    return make_map(out, View{data, 0, dim, 0}, dtype, 1, places * rows, 1, dim);
   };
   // Without a token there is nothing to map: the walks only pass the states through.
   const bool any = batch * a.tokens > 0;
   const auto gradient = [&](CUtensorMap& out, const MutableView& x) {
     return !x.data || a.value_heads > a.heads ||
-           make_map(out, x, dtype, batch, a.tokens, a.heads, kDim);
+           make_map(out, x, dtype, batch, a.tokens, a.heads, dim);
   };
   if (any && !(map(maps.q, a.q, a.heads) && map(maps.k, a.k, a.heads) &&
                map(v, a.v, a.value_heads) && map(maps.grad_o, a.grad_o, a.value_heads) &&
-               workspace(maps.u, a.u, kC) && workspace(maps.state, a.states, kDim) &&
+               workspace(maps.u, a.u, kC) && workspace(maps.state, a.states, dim) &&
                gradient(maps.grad_q, a.grad_q) && gradient(maps.grad_k, a.grad_k))) {
     return cudaErrorInvalidValue;
   }
@@ -68,9 +68,12 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void
   ScanArgs args{};
   args.common = a;
   float* states = set_parts(args, plan, parts);
-  return dtype == DType::kBFloat16
-             ? launch_backward<__nv_bfloat16>(scan, maps, args, plan, states, stream)
-             : launch_backward<__half>(scan, maps, args, plan, states, stream);
+  const auto launch = [&](auto* run) { return run(scan, maps, args, plan, states, stream); };
+  if (dtype == DType::kBFloat16) {
+    return dim == 64 ? launch(launch_backward<__nv_bfloat16, 64>)
+                     : launch(launch_backward<__nv_bfloat16, 128>);
+  }
+  return dim == 64 ? launch(launch_backward<__half, 64>) : launch(launch_backward<__half, 128>);
 }
 
 }  // namespace efla::cuda::sm90

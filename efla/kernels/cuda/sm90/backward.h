@@ -9,7 +9,7 @@
 namespace efla::cuda::sm90 {
 
 /// Whether backward() can run the problem on the current device: compute capability 9.0, 16-bit
-/// storage, K = V = 128, tensors whose rows start on 16-byte boundaries.
+/// storage, K = V = 64 or 128, tensors whose rows start on 16-byte boundaries.
 bool backward_applies(const BackwardParams& params);
 
 /// How backward() splits the sequences, by the forward's rule; whole where it cannot run anyway.

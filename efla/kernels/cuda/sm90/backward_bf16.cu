@@ -1,7 +1,5 @@
 #include "efla/kernels/cuda/sm90/backward_launch.cuh"
 
 namespace efla::cuda::sm90 {
-template cudaError_t launch_backward<__nv_bfloat16>(const ScanMaps&, const BackwardMaps&,
-                                                    const ScanArgs&, const ScanPlan&, float*,
-                                                    cudaStream_t);
+EFLA_BACKWARD(, __nv_bfloat16, 128)
 }  // namespace efla::cuda::sm90

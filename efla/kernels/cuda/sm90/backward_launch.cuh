@@ -1,4 +1,4 @@
-// Launches the backward on Hopper for one storage type; one small file per type instantiates it.
+// Launches the backward on Hopper for one storage type and K = V; one small file instantiates each.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/backward_walk.cuh"
@@ -6,54 +6,59 @@
 
 namespace efla::cuda::sm90 {
 
-template <typename T, bool kErase, bool kDecay, bool kAdvance>
+template <typename T, int kDim, bool kErase, bool kDecay, bool kAdvance>
 cudaError_t launch_walk_back(const BackwardMaps& maps, const ScanArgs& args, int64_t walks,
                              cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardShared<kAdvance>);
+  constexpr int kBytes = sizeof(BackwardShared<kDim, kAdvance>);
   static_assert(kBytes <= 227 * 1024);
   const int64_t blocks = walks * args.common.value_heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  auto* kernel = backward_kernel<T, kErase, kDecay, kAdvance>;
+  auto* kernel = backward_kernel<T, kDim, kErase, kDecay, kAdvance>;
   if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
     return e;
   }
-  kernel<<<static_cast<unsigned>(blocks), kBackwardThreads<kAdvance>, kBytes, stream>>>(maps, args);
+  constexpr int kThreads = kBackwardThreads<kDim, kAdvance>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(maps, args);
   return cudaGetLastError();
 }
 
-template <typename T, bool kErase, bool kDecay>
+template <typename T, int kDim, bool kErase, bool kDecay>
 cudaError_t launch_passes(const ScanMaps& scan, const BackwardMaps& maps, ScanArgs args,
                           const ScanPlan& plan, float* states, cudaStream_t stream) {
   const bool split = plan.part_tokens > 0;
   const int64_t walks = split ? plan.part_slots : args.common.sequences;
   if (split) {
-    if (auto e = launch_wide_part_states<T>(scan, args, plan, states, stream)) return e;
+    if (auto e = launch_square_part_states<T, kDim>(scan, args, plan, states, stream)) return e;
     args.part_states = states;
   }
   if (auto e = launch_walk<T, kDim, kDim, kErase, kDecay, Walk::kKeep>(scan, args, walks, stream)) {
     return e;
   }
   if (split) {  // N' and dS take the places of N and S, which are used up
-    if (auto e = launch_walk_back<T, kErase, kDecay, true>(maps, args, walks, stream)) return e;
+    if (auto e = launch_walk_back<T, kDim, kErase, kDecay, true>(maps, args, walks, stream)) {
+      return e;
+    }
     if (auto e = launch_join<kDim, true>(args, plan, states, stream)) return e;
   }
-  return launch_walk_back<T, kErase, kDecay, false>(maps, args, walks, stream);
+  return launch_walk_back<T, kDim, kErase, kDecay, false>(maps, args, walks, stream);
 }
 
-template <typename T>
+template <typename T, int kDim>
 cudaError_t launch_backward(const ScanMaps& scan, const BackwardMaps& maps, const ScanArgs& args,
                             const ScanPlan& plan, float* states, cudaStream_t stream) {
   return with_rule(args.common, [&](auto erase, auto decay) {
-    return launch_passes<T, erase.value, decay.value>(scan, maps, args, plan, states, stream);
+    return launch_passes<T, kDim, erase.value, decay.value>(scan, maps, args, plan, states, stream);
   });
 }
 
-extern template cudaError_t launch_backward<__nv_bfloat16>(const ScanMaps&, const BackwardMaps&,
-                                                           const ScanArgs&, const ScanPlan&, float*,
-                                                           cudaStream_t);
-extern template cudaError_t launch_backward<__half>(const ScanMaps&, const BackwardMaps&,
-                                                    const ScanArgs&, const ScanPlan&, float*,
-                                                    cudaStream_t);
+#define EFLA_BACKWARD(EXTERN, T, DIM)                                                           \
+  EXTERN template cudaError_t launch_backward<T, DIM>(const ScanMaps&, const BackwardMaps&,     \
+                                                      const ScanArgs&, const ScanPlan&, float*, \
+                                                      cudaStream_t);
+EFLA_BACKWARD(extern, __nv_bfloat16, 64)
+EFLA_BACKWARD(extern, __nv_bfloat16, 128)
+EFLA_BACKWARD(extern, __half, 64)
+EFLA_BACKWARD(extern, __half, 128)
 
 }  // namespace efla::cuda::sm90

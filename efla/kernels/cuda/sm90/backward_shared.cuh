@@ -6,16 +6,17 @@
 
 namespace efla::cuda::sm90 {
 
-inline constexpr int kDim = 128;        // K and V
 inline constexpr int kScalarWarps = 2;  // a thread per token
 
 // Boxes of 64 x 64: of tokens as in the scan; the others over all rows of the workspaces.
 struct BackwardMaps {
-  CUtensorMap q, k, grad_o;    // [B, T, H, 128]
+  CUtensorMap q, k, grad_o;    // [B, T, H, K = V]
   CUtensorMap grad_q, grad_k;  // likewise, where heads are not grouped
-  CUtensorMap u;               // [slots * HV * kC, 128]
-  CUtensorMap state;           // transposed, [slots * HV * V, 128]
+  CUtensorMap u;               // [slots * HV * kC, V]
+  CUtensorMap state;           // transposed, [slots * HV * V, K]
 };
+
+using Tile = unsigned char[kC * 128];  // 64 rows of 64 columns
 
 // Per token, from the scalars' warps to the warpgroup of dQ and dK. |k| is that of what the step
 // rule sees (1 for a zero key), r = 1 / |k| of the optional l2 normalisation, else 1.
@@ -38,25 +39,26 @@ struct TokenSums {
   float columns[2][4][kC];       // their column sums by warp, the first times e
 };
 
-// kAdvance: for the chain of state_gradient.cuh alone.
-template <bool kAdvance>
+// K = V = kDim; kAdvance: for the chain of state_gradient.cuh alone.
+template <int kDim, bool kAdvance>
 struct BackwardShared {
+  static constexpr int kTiles = kDim / 64;  // across K or V; warpgroups of the chain, too
   static constexpr int kTile = kC * 128;
   static constexpr int kStages = kAdvance ? 3 : 2;  // of k, q
   static constexpr int kOthers = kAdvance ? 2 : 1;  // of dO, of the triangles and scalars
   static constexpr int kRest = kAdvance ? 8 : kTile;
 
-  unsigned char k[kStages][2][kTile], q[kStages][2][kTile];       // columns in halves
-  unsigned char grad_o[kOthers][2][kTile];                        // later dQ
+  unsigned char k[kStages][kTiles][kTile], q[kStages][kTiles][kTile];
+  unsigned char grad_o[kOthers][kTiles][kTile];                   // later dQ
   unsigned char inverse[kOthers][kTile], scores[kOthers][kTile];  // A_hat, P_hat^T
-  unsigned char grad_state[2][2][kTile];  // dS^T after the chunk, [half of V][half of K]
-  unsigned char state[2][2][kRest];       // S^T before it
-  unsigned char u[2][kRest], grad_r[2][kRest];
+  unsigned char grad_state[kTiles][kTiles][kTile];  // dS^T after the chunk, [of V][of K]
+  unsigned char state[kTiles][kTiles][kRest];       // S^T before it
+  unsigned char u[kTiles][kRest], grad_r[kTiles][kRest];
   unsigned char pairs[2][kRest];  // C x C operands of dQ and dK, later dK
   ChunkScalars scalars[kOthers];  // of the forward walk
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
-  float write_dot[2][kC];          // dR.v by half of V
+  float write_dot[kTiles][kC];     // dR.v by tile of V
   float halves[3 * kScalarWarps];  // parts of sums over tokens, by warp
 
   Place place;  // of the block; here, and not in registers, where it would spill
@@ -74,7 +76,8 @@ struct BackwardShared {
   Barrier cleared;  // zeros in place of what lies behind the sequence
 };
 
-using GradientShared = BackwardShared<false>;
+template <int kDim>
+using GradientShared = BackwardShared<kDim, false>;
 
 // Chunks of the place are visited in this order.
 __device__ __forceinline__ int reversed(int chunks, int step) { return chunks - 1 - step; }

@@ -1,6 +1,7 @@
-// The backward on Hopper: one block walks a sequence's chunks from last to first, K = V = 128. Two
-// warpgroups hold the gradient of the state (state_gradient.cuh), one makes dQ and dK
-// (token_gradients.cuh), two warps own the scalars (scalar_gradients.cuh), two threads feed them.
+// The backward on Hopper: one block walks a sequence's chunks from last to first, K = V = kDim. A
+// warpgroup per 64 columns of V holds the gradient of the state (state_gradient.cuh), one makes dQ
+// and dK (token_gradients.cuh), two warps own the scalars (scalar_gradients.cuh), two threads feed
+// them.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/scalar_gradients.cuh"
@@ -12,7 +13,7 @@ namespace efla::cuda::sm90 {
 // The thread that feeds k, q and dO.
 template <typename Shared>
 __device__ __forceinline__ void feed_tokens(const BackwardMaps& maps, Shared& s, const Place& p) {
-  constexpr int kTile = Shared::kTile;
+  constexpr int kTile = Shared::kTile, kTiles = Shared::kTiles;
   const int chunks = chunks_of(p), row = static_cast<int>(p.row);
   Ring<Shared::kStages> ring;
   Ring<Shared::kOthers> others;
@@ -20,25 +21,25 @@ __device__ __forceinline__ void feed_tokens(const BackwardMaps& maps, Shared& s,
     const int i = ring.index, j = others.index;
     const int token = static_cast<int>(p.begin) + reversed(chunks, step) * kC;
     s.tokens_free[i].wait(ring.round ^ 1);
-    s.tokens_full[i].arrive_expecting(4 * kTile);
-    for (int half = 0; half < 2; ++half) {
-      load_box(s.k[i][half], maps.k, s.tokens_full[i], 64 * half, p.hk, token, row);
-      load_box(s.q[i][half], maps.q, s.tokens_full[i], 64 * half, p.hk, token, row);
+    s.tokens_full[i].arrive_expecting(2 * kTiles * kTile);
+    for (int n = 0; n < kTiles; ++n) {
+      load_box(s.k[i][n], maps.k, s.tokens_full[i], 64 * n, p.hk, token, row);
+      load_box(s.q[i][n], maps.q, s.tokens_full[i], 64 * n, p.hk, token, row);
     }
     s.grad_o_free[j].wait(others.round ^ 1);
-    s.grad_o_full[j].arrive_expecting(2 * kTile);
-    for (int half = 0; half < 2; ++half) {
-      load_box(s.grad_o[j][half], maps.grad_o, s.grad_o_full[j], 64 * half, p.hv, token, row);
+    s.grad_o_full[j].arrive_expecting(kTiles * kTile);
+    for (int n = 0; n < kTiles; ++n) {
+      load_box(s.grad_o[j][n], maps.grad_o, s.grad_o_full[j], 64 * n, p.hv, token, row);
     }
   }
 }
 
 // The thread that feeds what the forward walk kept.
-template <bool kErase, bool kAdvance>
+template <bool kErase, int kDim, bool kAdvance>
 __device__ __forceinline__ void feed_kept(const BackwardMaps& maps, const ChunkArgs& a,
-                                          BackwardShared<kAdvance>& s, const Place& p) {
-  using Shared = BackwardShared<kAdvance>;
-  constexpr int kTile = Shared::kTile;
+                                          BackwardShared<kDim, kAdvance>& s, const Place& p) {
+  using Shared = BackwardShared<kDim, kAdvance>;
+  constexpr int kTile = Shared::kTile, kTiles = Shared::kTiles;
   constexpr int kBytes = (kErase ? 2 : 1) * kTile + static_cast<int>(sizeof(ChunkScalars));
   const int chunks = chunks_of(p);
   Ring<Shared::kOthers> ring;
@@ -56,22 +57,22 @@ __device__ __forceinline__ void feed_kept(const BackwardMaps& maps, const ChunkA
     if constexpr (!kAdvance) {
       const int wide = static_cast<int>(place);
       s.state_free.wait(ring.round ^ 1);
-      s.state_full.arrive_expecting(4 * kTile);
-      for (int j = 0; j < 4; ++j) {
-        load_box(s.state[j / 2][j % 2], maps.state, s.state_full, j % 2 * 64, 0,
-                 wide * kDim + j / 2 * 64, 0);
+      s.state_full.arrive_expecting(kTiles * kTiles * kTile);
+      for (int j = 0; j < kTiles * kTiles; ++j) {
+        load_box(s.state[j / kTiles][j % kTiles], maps.state, s.state_full, j % kTiles * 64, 0,
+                 wide * kDim + j / kTiles * 64, 0);
       }
       s.u_free.wait(ring.round ^ 1);
-      s.u_full.arrive_expecting(2 * kTile);
-      for (int j = 0; j < 2; ++j) load_box(s.u[j], maps.u, s.u_full, 64 * j, 0, wide * kC, 0);
+      s.u_full.arrive_expecting(kTiles * kTile);
+      for (int j = 0; j < kTiles; ++j) load_box(s.u[j], maps.u, s.u_full, 64 * j, 0, wide * kC, 0);
     }
   }
 }
 
-template <bool kDecay, bool kAdvance>
-__device__ __forceinline__ void init_barriers(BackwardShared<kAdvance>& s) {
-  using Shared = BackwardShared<kAdvance>;
-  constexpr int kChain = 2 * kWarpgroup, kChainWarps = 8;
+template <bool kDecay, int kDim, bool kAdvance>
+__device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s) {
+  using Shared = BackwardShared<kDim, kAdvance>;
+  constexpr int kChain = Shared::kTiles * kWarpgroup, kChainWarps = 4 * Shared::kTiles;
   constexpr int kTokenWarps = kAdvance ? 0 : 4;
   constexpr int kOtherWarps = kAdvance ? 0 : kScalarWarps;
   constexpr int kDots = kDecay ? 32 * kScalarWarps : 0;  // threads that read both states
@@ -97,16 +98,17 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kAdvance>& s) {
   fence_barrier_init();
 }
 
-template <bool kAdvance>
-inline constexpr int kBackwardThreads = (kAdvance ? 3 : 4) * kWarpgroup;
+template <int kDim, bool kAdvance>
+inline constexpr int kBackwardThreads = (kDim / 64 + (kAdvance ? 1 : 2)) * kWarpgroup;
 
 // One block per (sequence or part of one, value head).
-template <typename T, bool kErase, bool kDecay, bool kAdvance>
-__global__ void __launch_bounds__(kBackwardThreads<kAdvance>, 1)
+template <typename T, int kDim, bool kErase, bool kDecay, bool kAdvance>
+__global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
     backward_kernel(const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ ScanArgs args) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  auto& s = *reinterpret_cast<BackwardShared<kAdvance>*>(shared_bytes);
+  using Shared = BackwardShared<kDim, kAdvance>;
+  auto& s = *reinterpret_cast<Shared*>(shared_bytes);
   if (threadIdx.x == 0) {
     init_barriers<kDecay>(s);
     s.place = find_place(args, kDim);
@@ -115,24 +117,25 @@ __global__ void __launch_bounds__(kBackwardThreads<kAdvance>, 1)
   const Place& p = s.place;
   const int group = threadIdx.x / kWarpgroup;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  if (group < 2) {
-    take_registers<kAdvance ? 208 : 160>();
+  constexpr bool kTrade = kDim == 128;  // registers; for 64 all have enough from the start
+  if (group < Shared::kTiles) {
+    if constexpr (kTrade) take_registers<kAdvance ? 208 : 160>();
     walk_back<T, kErase, kDecay>(args, s, p);
     return;
   }
   if constexpr (!kAdvance) {
-    if (group == 2) {
-      take_registers<144>();
-      walk_tokens<T, kErase, kDecay>(maps, args.common, s, p);
+    if (group == Shared::kTiles) {
+      if constexpr (kTrade) take_registers<144>();
+      walk_tokens<T, kDim, kErase, kDecay>(maps, args.common, s, p);
       return;
     }
   }
-  give_registers<kAdvance ? 40 : 48>();
+  if constexpr (kTrade) give_registers<kAdvance ? 40 : 48>();
   if (warp == 0 && lane == 0) feed_tokens(maps, s, p);
   if (warp == 1 && lane == 0) feed_kept<kErase>(maps, args.common, s, p);
   if constexpr (!kAdvance) {
     const int token = threadIdx.x % (32 * kScalarWarps);
-    if (warp >= 2) ScalarGradients<T, kErase, kDecay>{args.common, s, p, token, lane}.walk();
+    if (warp >= 2) ScalarGradients<T, kDim, kErase, kDecay>{args.common, s, p, token, lane}.walk();
   }
 }
 

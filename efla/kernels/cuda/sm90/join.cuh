@@ -62,15 +62,15 @@ __global__ void __launch_bounds__(kJoinThreads, 1)
       x[i] = *reinterpret_cast<const float2*>(add + (row + i) * a.value_dim + offset);
     }
     if constexpr (kReverse) {
-      static_assert(kRows == 4);
+      using Rows = std::conditional_t<kRows == 4, float4, float2>;
+      static_assert(sizeof(Rows) == kRows * sizeof(float));
 #pragma unroll 32
       for (int k = 0; k < kK; ++k) {  // row k of M is column k of M^T
-        const float4 m = *reinterpret_cast<const float4*>(transition + k * kK + row);
+        alignas(Rows) float m[kRows];
+        *reinterpret_cast<Rows*>(m) = *reinterpret_cast<const Rows*>(transition + k * kK + row);
         const float2 y = *reinterpret_cast<const float2*>(&s[k][column]);
-        x[0].x += m.x * y.x, x[0].y += m.x * y.y;
-        x[1].x += m.y * y.x, x[1].y += m.y * y.y;
-        x[2].x += m.z * y.x, x[2].y += m.z * y.y;
-        x[3].x += m.w * y.x, x[3].y += m.w * y.y;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) x[i].x += m[i] * y.x, x[i].y += m[i] * y.y;
       }
     } else {
 #pragma unroll 8

@@ -247,11 +247,12 @@ __device__ __forceinline__ void wait_products() {
       "m64n128k16.f32." TYPE "." TYPE " {" EFLA_LIST64 "}, %64, %65, p, 1, 1, 0, 1;\n}\n" \
       : EFLA_D64                                                                          \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
-#define EFLA_WGMMA_SS(TYPE)                                                              \
-  asm volatile(                                                                          \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned."          \
-      "m64n64k16.f32." TYPE "." TYPE " {" EFLA_LIST32 "}, %32, %33, p, 1, 1, 0, 0;\n}\n" \
-      : EFLA_D32                                                                         \
+#define EFLA_WGMMA_SS(TYPE, TRANSPOSE)                                                      \
+  asm volatile(                                                                             \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned."             \
+      "m64n64k16.f32." TYPE "." TYPE " {" EFLA_LIST32 "}, %32, %33, p, 1, 1, 0, " TRANSPOSE \
+      ";\n}\n"                                                                              \
+      : EFLA_D32                                                                            \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
 
 template <typename T>
@@ -298,13 +299,23 @@ template <typename T>
 __device__ __forceinline__ void product_shared(float (&d)[32], uint64_t a, uint64_t b,
                                                bool accumulate) {
   if constexpr (kIsBfloat16<T>) {
-    EFLA_WGMMA_SS("bf16");
+    EFLA_WGMMA_SS("bf16", "0");
   } else {
-    EFLA_WGMMA_SS("f16");
+    EFLA_WGMMA_SS("f16", "0");
   }
 }
 
-// N = 128, A by rows, B by columns.
+// N = 64, A by rows, B by columns.
+template <typename T>
+__device__ __forceinline__ void product_shared_columns(float (&d)[32], uint64_t a, uint64_t b,
+                                                       bool accumulate) {
+  if constexpr (kIsBfloat16<T>) {
+    EFLA_WGMMA_SS("bf16", "1");
+  } else {
+    EFLA_WGMMA_SS("f16", "1");
+  }
+}
+// N = 128, likewise.
 template <typename T>
 __device__ __forceinline__ void product_shared_columns(float (&d)[64], uint64_t a, uint64_t b,
                                                        bool accumulate) {

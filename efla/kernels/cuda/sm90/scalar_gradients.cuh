@@ -7,10 +7,11 @@
 
 namespace efla::cuda::sm90 {
 
-template <typename T, bool kErase, bool kDecay>
+template <typename T, int kDim, bool kErase, bool kDecay>
 struct ScalarGradients {
+  using Shared = GradientShared<kDim>;
   const ChunkArgs& a;
-  GradientShared& s;
+  Shared& s;
   const Place& p;
   int t, lane;  // token of the chunk; lane of the warp
 
@@ -29,8 +30,10 @@ struct ScalarGradients {
     x.beta = *element<float>(a.beta, p.row, token, p.hv);
     if constexpr (kDecay) x.log_decay = *element<float>(a.log_decay, p.row, token, p.hv);
     const T* v = element<T>(a.v, p.row, token, p.hv);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(v));
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64));
+#pragma unroll
+    for (int n = 0; n < Shared::kTiles; ++n) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
+    }
     return x;
   }
 
@@ -45,8 +48,8 @@ struct ScalarGradients {
 
   // The coefficients of the chunk in ring stage `stage`.
   __device__ __forceinline__ void make_factors(Token& x, int stage, TokenFactors& f, int tokens) {
-    const float kk = square_of_row<T>(s.k[stage][0], 2, t);
-    const float qq = a.qk_l2norm ? square_of_row<T>(s.q[stage][0], 2, t) : 0.f;
+    const float kk = square_of_row<T>(s.k[stage][0], Shared::kTiles, t);
+    const float qq = a.qk_l2norm ? square_of_row<T>(s.q[stage][0], Shared::kTiles, t) : 0.f;
     x.key_scale = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
     x.lambda = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
     x.norm = kk > 0.f ? sqrtf(x.lambda) : 1.f;
@@ -138,7 +141,7 @@ struct ScalarGradients {
 
   // Up to the factors of the chunk of `step`.
   __device__ __forceinline__ Token prepare(int step) {
-    static_assert(GradientShared::kStages == 2);
+    static_assert(Shared::kStages == 2);
     const int stage = step % 2, chunk = reversed(chunks_of(p), step), tokens = tokens_of(p, chunk);
     Token x = begin(chunk);
     s.tokens_full[stage].wait(step / 2 & 1);
@@ -170,7 +173,9 @@ struct ScalarGradients {
         s.grad_state_free.arrive();
       }
       s.write_dot_full.wait(round);
-      const float write_dot = s.write_dot[0][t] + s.write_dot[1][t];
+      float write_dot = s.write_dot[0][t];
+#pragma unroll
+      for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[n][t];
       s.grad_r_free.arrive();  // write_dot is free, too
       s.sums_full.wait(round);
       finish(token, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk), write_dot, states);

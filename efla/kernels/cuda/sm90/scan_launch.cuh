@@ -62,13 +62,13 @@ cudaError_t launch_part_states(const ScanMaps& maps, const ScanArgs& args, const
   return launch_join<kK, false>(args, plan, states, stream);
 }
 
-// The same for K = V = 128, which the backward shares with the forward.
-template <typename T>
-cudaError_t launch_wide_part_states(const ScanMaps& maps, const ScanArgs& args,
-                                    const ScanPlan& plan, float* states, cudaStream_t stream) {
+// The same for K = V = kDim, which the backward shares with the forward.
+template <typename T, int kDim>
+cudaError_t launch_square_part_states(const ScanMaps& maps, const ScanArgs& args,
+                                      const ScanPlan& plan, float* states, cudaStream_t stream) {
   return with_rule(args.common, [&](auto erase, auto decay) {
-    return launch_part_states<T, 128, 128, erase.value, decay.value>(maps, args, plan, states,
-                                                                     stream);
+    return launch_part_states<T, kDim, kDim, erase.value, decay.value>(maps, args, plan, states,
+                                                                       stream);
   });
 }
 
@@ -105,10 +105,13 @@ extern template cudaError_t launch_scan<__nv_bfloat16>(const ScanMaps&, const Sc
                                                        const ScanPlan&, float*, cudaStream_t);
 extern template cudaError_t launch_scan<__half>(const ScanMaps&, const ScanArgs&, const ScanPlan&,
                                                 float*, cudaStream_t);
-extern template cudaError_t launch_wide_part_states<__nv_bfloat16>(const ScanMaps&, const ScanArgs&,
-                                                                   const ScanPlan&, float*,
-                                                                   cudaStream_t);
-extern template cudaError_t launch_wide_part_states<__half>(const ScanMaps&, const ScanArgs&,
-                                                            const ScanPlan&, float*, cudaStream_t);
+// In the files of launch_scan.
+#define EFLA_SQUARE_PART_STATES(EXTERN, T, DIM)                                        \
+  EXTERN template cudaError_t launch_square_part_states<T, DIM>(                       \
+      const ScanMaps&, const ScanArgs&, const ScanPlan&, float*, cudaStream_t);
+EFLA_SQUARE_PART_STATES(extern, __nv_bfloat16, 64)
+EFLA_SQUARE_PART_STATES(extern, __nv_bfloat16, 128)
+EFLA_SQUARE_PART_STATES(extern, __half, 64)
+EFLA_SQUARE_PART_STATES(extern, __half, 128)
 
 }  // namespace efla::cuda::sm90

@@ -1,5 +1,5 @@
-// The Hopper scan against the float64 reference under every plan. Needs a GPU of compute capability
-// 9.0 (label gpu).
+// The Hopper scan and its backward against the float64 reference under every plan. Needs a GPU of
+// compute capability 9.0 (label gpu).
 
 #include "efla/kernels/cuda/delta_rule_test.h"
 #include "efla/kernels/cuda/sm90/backward.h"
@@ -21,6 +21,10 @@ std::vector<Case> cases() {
       {"L2Norm", 1, 200, 2, 2, 128, 128, Rule::kExact, false, true},
       {"Packed", 1, 300, 2, 2, 128, 128, Rule::kExact, false, false, true, packed},
       {"PackedNarrow", 1, 300, 1, 2, 64, 64, Rule::kExact, true, false, true, packed},
+      {"PartChunkNarrow", 1, 63, 1, 1, 64, 64},
+      {"OneMoreNarrow", 2, 65, 2, 2, 64, 64},
+      {"LongNarrow", 1, 700, 2, 2, 64, 64},
+      {"NoStateNarrow", 1, 330, 1, 1, 64, 64, Rule::kExact, false, false, false},
       {"PackedLater",
        1,
        300,
@@ -43,6 +47,7 @@ std::vector<Case> cases() {
     all.push_back({std::string("Narrow") + name, 2, 150, 2, 2, 64, 64, rule, false, true});
     if (!rk) {
       all.push_back({std::string("Decay") + name, 1, 300, 2, 2, 128, 128, rule, true, true});
+      all.push_back({std::string("NarrowDecay") + name, 1, 300, 2, 2, 64, 64, rule, true, true});
     }
   }
   return all;
@@ -109,7 +114,7 @@ class SplitBackward : public DeltaRule {};
 
 template <typename T>
 void check_split_backward(const Case& c, int64_t part_tokens, double tolerance) {
-  const sm90::ScanPlan plan = split(c, 128, part_tokens);
+  const sm90::ScanPlan plan = split(c, static_cast<int>(c.value_dim), part_tokens);
   check_backward<T>(c, tolerance, Family::kAuto, &plan);
 }
 
@@ -119,13 +124,7 @@ TEST_P(SplitBackward, PartsOfOneChunkBFloat16) {
 TEST_P(SplitBackward, PartsBFloat16) { check_split_backward<__nv_bfloat16>(GetParam(), 128, 6e-3); }
 TEST_P(SplitBackward, PartsOfOneChunkHalf) { check_split_backward<__half>(GetParam(), 64, 3e-3); }
 
-std::vector<Case> wide_cases() {
-  std::vector<Case> all = cases();
-  std::erase_if(all, [](const Case& c) { return c.key_dim != 128; });
-  return all;
-}
-
-INSTANTIATE_TEST_SUITE_P(Cases, SplitBackward, testing::ValuesIn(wide_cases()),
+INSTANTIATE_TEST_SUITE_P(Cases, SplitBackward, testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
 // Few heads and long sequences, which are split by themselves.
@@ -141,17 +140,23 @@ std::vector<Case> long_cases() {
       {"LinearDecay", 1, 2200, 1, 1, 128, 128, Rule::kLinear, true},
       {"Packed", 1, 4510, 1, 1, 128, 128, Rule::kExact, false, false, true, packed},
       {"PackedGroupedDecay", 1, 4510, 1, 2, 128, 128, Rule::kExact, true, false, false, packed},
+      {"OddNarrow", 1, 5999, 1, 1, 64, 64, Rule::kExact, false, true},
+      {"PackedGroupedDecayNarrow", 1, 4510, 1, 2, 64, 64, Rule::kExact, true, false, true, packed},
   };
 }
 
 class LongBackward : public DeltaRule {};
 
-TEST_P(LongBackward, IsSplit) {
-  efla::cuda::Setup<__half> s;
-  make(GetParam(), s);
+bool is_hopper() {
   int major = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
-  if (major != 9) GTEST_SKIP() << "not a device of compute capability 9.0";
+  return major == 9;
+}
+
+TEST_P(LongBackward, IsSplit) {
+  if (!is_hopper()) GTEST_SKIP() << "not a device of compute capability 9.0";
+  efla::cuda::Setup<__half> s;
+  make(GetParam(), s);
   const sm90::ScanPlan plan = sm90::plan_backward(s.problem);
   EXPECT_GT(plan.part_tokens, 0);
   EXPECT_LE(2 * plan.part_tokens, GetParam().tokens);
@@ -164,6 +169,25 @@ TEST_P(LongBackward, GradientsHalf) { check_backward<__half>(GetParam(), 3e-3, F
 
 INSTANTIATE_TEST_SUITE_P(Cases, LongBackward, testing::ValuesIn(long_cases()),
                          [](const auto& info) { return info.param.name; });
+
+TEST(Backward, AppliesToItsHeadSizes) {
+  if (!is_hopper()) GTEST_SKIP() << "not a device of compute capability 9.0";
+  const auto applies = [](int64_t key_dim, int64_t value_dim, DType dtype) {
+    efla::cuda::Setup<__half> s;
+    make({"", 1, 70, 1, 1, key_dim, value_dim}, s);
+    BackwardParams params;
+    params.problem = s.problem;
+    params.problem.dtype = dtype;
+    return sm90::backward_applies(params);
+  };
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    EXPECT_TRUE(applies(64, 64, dtype));
+    EXPECT_TRUE(applies(128, 128, dtype));
+    EXPECT_FALSE(applies(64, 128, dtype));
+    EXPECT_FALSE(applies(96, 96, dtype));
+  }
+  EXPECT_FALSE(applies(64, 64, DType::kFloat32));
+}
 
 }  // namespace
 }  // namespace efla::cuda

@@ -1,5 +1,5 @@
-// The serial chain of the backward walk, the mirror image of scan.cuh: two warpgroups with 64 rows
-// each of dS^T [V, K] in float registers, chunks from last to first:
+// The serial chain of the backward walk, the mirror image of scan.cuh: a warpgroup per 64 rows of
+// dS^T [V, K], which it holds in float registers, chunks from last to first:
 //
 //   dU^T = dO^T P_hat + gate_k (dS^T K^T)        dR^T = dU^T A_hat
 //   dS^T = Gamma_C dS^T + (gate_q dO^T) Q - (e dR^T) K
@@ -20,16 +20,16 @@ __device__ __forceinline__ void clear_slack(Shared& s, int tokens) {
   s.grad_o_full[0].wait(0);
   const int r = threadIdx.x;
   if (r >= tokens && r < kC) {
-    zero_row(s.k[0][0], 2, r);
-    zero_row(s.q[0][0], 2, r);
-    zero_row(s.grad_o[0][0], 2, r);
+    zero_row(s.k[0][0], Shared::kTiles, r);
+    zero_row(s.q[0][0], Shared::kTiles, r);
+    zero_row(s.grad_o[0][0], Shared::kTiles, r);
   }
   fence_async_proxy();
-  sync_threads(1, 2 * kWarpgroup);
+  sync_threads(1, Shared::kTiles * kWarpgroup);
   s.cleared.arrive();
 }
 
-// dV = w dR and dR.v of a warpgroup's half of V, 8 lanes to a row, from where dR lies for the
+// dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, from where dR lies for the
 // products.
 template <typename T>
 __device__ __forceinline__ void value_gradients(const ChunkArgs& a, const Place& p,
@@ -69,10 +69,10 @@ __device__ __forceinline__ void value_gradients(const ChunkArgs& a, const Place&
   }
 }
 
-template <typename T, bool kErase, bool kDecay, bool kAdvance>
-__device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<kAdvance>& s,
+template <typename T, bool kErase, bool kDecay, int kDim, bool kAdvance>
+__device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<kDim, kAdvance>& s,
                                           const Place& p) {
-  using Shared = BackwardShared<kAdvance>;
+  using Shared = BackwardShared<kDim, kAdvance>;
   const ChunkArgs& a = args.common;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);

@@ -35,12 +35,12 @@ __device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
   return *reinterpret_cast<const uint32_t*>(&sum);
 }
 
-template <typename T, bool kErase, bool kDecay>
+template <typename T, int kDim, bool kErase, bool kDecay>
 struct TokenGradients {
-  using Pair = unsigned char[2][kC * 128];  // 64 rows of 128 columns, in halves
+  static constexpr int kTiles = kDim / 64;
   const BackwardMaps& maps;
   const ChunkArgs& a;
-  GradientShared& s;
+  GradientShared<kDim>& s;
   const Place& p;
   const int warp, lane;                   // of this warpgroup
   const int row0 = 16 * warp + lane / 4;  // of accumulators; and row0 + 8
@@ -48,9 +48,9 @@ struct TokenGradients {
 
   static __device__ __forceinline__ void sync() { sync_threads(2, kWarpgroup); }
 
-  // Starts d (+)= X S^T for a tile pair x [kC, V] and a transposed state [V, K].
-  __device__ __forceinline__ void multiply_state(float (&d)[64], Pair& x,
-                                                 unsigned char (&state)[2][2][kC * 128], bool add) {
+  // Starts d (+)= X S^T for tiles x [kC, V] and a transposed state [V, K].
+  __device__ __forceinline__ void multiply_state(float (&d)[kDim / 2], const Tile* x,
+                                                 const Tile (*state)[kTiles], bool add) {
     fence_products();
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
@@ -61,8 +61,8 @@ struct TokenGradients {
     commit_products();
   }
 
-  // Starts d += X Y for a C x C tile x and a tile pair y [kC, K].
-  __device__ __forceinline__ void add_square(float (&d)[64], const unsigned char* x, Pair& y) {
+  // Starts d += X Y for a C x C tile x and tiles y [kC, K].
+  __device__ __forceinline__ void add_square(float (&d)[kDim / 2], const Tile& x, const Tile* y) {
     fence_products();
 #pragma unroll
     for (int i = 0; i < kC / 16; ++i) {
@@ -72,8 +72,8 @@ struct TokenGradients {
     commit_products();
   }
 
-  // d = X Y^T for tile pairs of 128 columns.
-  __device__ __forceinline__ void multiply_rows(float (&d)[32], Pair& x, Pair& y) {
+  // d = X Y^T for tiles of kDim columns.
+  __device__ __forceinline__ void multiply_rows(float (&d)[32], const Tile* x, const Tile* y) {
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i) {
       product_shared<T>(d, describe_rows(x[i / 4]) + i % 4 * 2, describe_rows(y[i / 4]) + i % 4 * 2,
@@ -81,20 +81,20 @@ struct TokenGradients {
     }
   }
 
-  // Elements 2 n, 2 n + 1 of an accumulator [64, 128] lie at row row_of(n), columns n / 2 * 8 + t4
+  // Elements 2 n, 2 n + 1 of an accumulator [64, K] lie at row row_of(n), columns n / 2 * 8 + t4
   // and the next.
   __device__ __forceinline__ int row_of(int n) const { return row0 + n % 2 * 8; }
-  __device__ __forceinline__ float2 pair_at(const Pair& tiles, int n) const {
+  __device__ __forceinline__ float2 pair_at(const Tile* tiles, int n) const {
     const int offset = row0 * 128 + ((lane / 4 ^ n / 2 % 8) << 4) + t4 * 2;
     return unpack<T>(
         *reinterpret_cast<const uint32_t*>(tiles[n / 16] + offset + n % 2 * (8 * 128)));
   }
 
   // sum_c d[t, c] tile[t, c] of rows row0 and row0 + 8, in all lanes of the quad.
-  __device__ __forceinline__ float2 row_dots(const float (&d)[64], const Pair& tiles) const {
+  __device__ __forceinline__ float2 row_dots(const float (&d)[kDim / 2], const Tile* tiles) const {
     float sum[2] = {};
 #pragma unroll
-    for (int n = 0; n < 32; ++n) {
+    for (int n = 0; n < kDim / 4; ++n) {
       const float2 x = pair_at(tiles, n);
       sum[n % 2] += d[2 * n] * x.x + d[2 * n + 1] * x.y;
     }
@@ -106,9 +106,9 @@ struct TokenGradients {
     if (lane % 4 == 0) sums[row0] = x, sums[row0 + 8] = y;
   }
 
-  __device__ __forceinline__ void scale_rows(float (&d)[64], float x, float y) const {
+  __device__ __forceinline__ void scale_rows(float (&d)[kDim / 2], float x, float y) const {
 #pragma unroll
-    for (int n = 0; n < 32; ++n) d[2 * n] *= n % 2 ? y : x, d[2 * n + 1] *= n % 2 ? y : x;
+    for (int n = 0; n < kDim / 4; ++n) d[2 * n] *= n % 2 ? y : x, d[2 * n + 1] *= n % 2 ? y : x;
   }
 
   // From pair = dO U^T (kScores) or dR U^T, and gram = Q K^T (with decay) or K K^T, to the C x C
@@ -195,12 +195,12 @@ struct TokenGradients {
   }
 
   // Backward of x r, r = 1 / |x|, in place, from d = r g: r (g - x r^2 (x.g)).
-  __device__ __forceinline__ void through_l2norm(float (&d)[64], const Pair& tiles, float r0,
+  __device__ __forceinline__ void through_l2norm(float (&d)[kDim / 2], const Tile* tiles, float r0,
                                                  float r1) const {
     const float2 dots = row_dots(d, tiles);
     const float along[2] = {r0 * r0 * dots.x, r1 * r1 * dots.y};
 #pragma unroll
-    for (int n = 0; n < 32; ++n) {
+    for (int n = 0; n < kDim / 4; ++n) {
       const float2 x = pair_at(tiles, n);
       d[2 * n] -= along[n % 2] * x.x, d[2 * n + 1] -= along[n % 2] * x.y;
     }
@@ -209,7 +209,7 @@ struct TokenGradients {
   // Writes dQ or dK: a whole chunk through `tiles`, which all have read and are free again once
   // stores_left(); as parts of grouped heads in float.
   __device__ __forceinline__ void store_rows(const MutableView& view, const CUtensorMap& map,
-                                             Pair& tiles, const float (&d)[64], int64_t begin,
+                                             Tile* tiles, const float (&d)[kDim / 2], int64_t begin,
                                              int tokens) const {
     if (!view.data) return;
     const bool grouped = a.value_heads > a.heads;
@@ -225,9 +225,8 @@ struct TokenGradients {
       fence_async_proxy();
       sync();
       if (warp == 0 && lane == 0) {
-        for (int half = 0; half < 2; ++half) {
-          store_box(map, tiles[half], 64 * half, p.hv, static_cast<int>(begin),
-                    static_cast<int>(p.row));
+        for (int n = 0; n < kTiles; ++n) {
+          store_box(map, tiles[n], 64 * n, p.hv, static_cast<int>(begin), static_cast<int>(p.row));
         }
         commit_stores();
       }
@@ -239,7 +238,7 @@ struct TokenGradients {
       if (row_of(h) >= tokens) break;
       const int64_t row = base + row_of(h) * view.token;
 #pragma unroll
-      for (int n = h; n < 32; n += 2) {
+      for (int n = h; n < kDim / 4; n += 2) {
         const int64_t at = row + n / 2 * 8;
         if (grouped) {
           *reinterpret_cast<float2*>(static_cast<float*>(view.data) + at) =
@@ -259,9 +258,10 @@ struct TokenGradients {
   }
 
   // What needs no dR: the operands of dP, and dQ.
-  __device__ __forceinline__ void query_gradients(Pair& k, Pair& q, const TokenFactors& f,
-                                                  int64_t begin, int tokens, uint32_t round,
-                                                  int buffer, uint32_t buffer_round) {
+  __device__ __forceinline__ void query_gradients(const Tile* k, const Tile* q,
+                                                  const TokenFactors& f, int64_t begin, int tokens,
+                                                  uint32_t round, int buffer,
+                                                  uint32_t buffer_round) {
     {
       float pair[32], gram[32];
       s.u_full.wait(round);
@@ -278,7 +278,7 @@ struct TokenGradients {
       make_operands<true>(pair, gram, f);
     }
     sync();
-    float d[64];
+    float d[kDim / 2];
     s.state_full.wait(round);
     multiply_state(d, s.grad_o[0], s.state, false);
     if constexpr (kDecay) {
@@ -301,7 +301,7 @@ struct TokenGradients {
   }
 
   // d (+)= (x U) dS^T, U's rows scaled on the way to the registers.
-  __device__ __forceinline__ void add_scaled_writes(float (&d)[64], const TokenFactors& f,
+  __device__ __forceinline__ void add_scaled_writes(float (&d)[kDim / 2], const TokenFactors& f,
                                                     bool add) {
     const float scale[2] = {f.x[row0], f.x[row0 + 8]};
     pin(d);
@@ -330,9 +330,9 @@ struct TokenGradients {
     }
   }
 
-  __device__ __forceinline__ void key_gradients(Pair& k, Pair& q, const TokenFactors& f,
+  __device__ __forceinline__ void key_gradients(const Tile* k, const Tile* q, const TokenFactors& f,
                                                 int64_t begin, int tokens, uint32_t round) {
-    float d[64];
+    float d[kDim / 2];
     float2 zk = make_float2(0.f, 0.f);
     if constexpr (kErase) {
       {
@@ -387,10 +387,11 @@ struct TokenGradients {
   }
 };
 
-template <typename T, bool kErase, bool kDecay>
+template <typename T, int kDim, bool kErase, bool kDecay>
 __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const ChunkArgs& a,
-                                            GradientShared& s, const Place& p) {
-  static_assert(GradientShared::kStages == 2);
+                                            GradientShared<kDim>& s, const Place& p) {
+  using Gradients = TokenGradients<T, kDim, kErase, kDecay>;
+  static_assert(GradientShared<kDim>::kStages == 2);
   int thread = threadIdx.x % kWarpgroup;
   // One counter and no more: what lives across chunks spills.
 #pragma unroll 1
@@ -402,7 +403,7 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
       s.grad_o_full[0].wait(step & 1);
       if (tokens < kC) s.cleared.wait(0);
       hide(thread);
-      TokenGradients<T, kErase, kDecay>{maps, a, s, p, thread / 32, thread % 32}.query_gradients(
+      Gradients{maps, a, s, p, thread / 32, thread % 32}.query_gradients(
           s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens, step & 1,
           stage, step / 2 & 1);
     }
@@ -411,7 +412,7 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
     {
       const int stage = step % 2, chunk = reversed(chunks_of(p), step),
                 tokens = tokens_of(p, chunk);
-      TokenGradients<T, kErase, kDecay>{maps, a, s, p, thread / 32, thread % 32}.key_gradients(
+      Gradients{maps, a, s, p, thread / 32, thread % 32}.key_gradients(
           s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens,
           step & 1);
       arrive_warp(s.tokens_free[stage]);
