@@ -126,8 +126,8 @@ struct ScalarGradients {
       *reinterpret_cast<T*>(s.pairs[0] + tile_offset(t, t)) =
           T(2.f * g.lambda * x.key_scale * x.key_scale);
       fence_async_proxy();
-      s.diagonal_full.arrive();
     }
+    s.diagonal_full.arrive();  // the sums have been read, too
     if (t >= tokens) return;
     const auto store = [&](const MutableView& view, float value) {
       if (view.data) {

@@ -378,6 +378,8 @@ struct TokenGradients {
     if constexpr (kErase) {
       s.diagonal_full.wait(round);  // so the rest of s.pairs[0] is there, too
       add_square(d, s.pairs[0], k);
+    } else {
+      s.diagonal_full.wait(round);  // for s.sums, which the next chunk writes
     }
     wait_products<0>();
     pin(d);
