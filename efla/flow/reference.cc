@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "efla/flow/long_key.h"
+
 namespace efla {
 namespace {
 
@@ -43,11 +45,29 @@ double dot(const double* a, const double* b, int64_t n) {
   return sum;
 }
 
+// Divides a row by a power of two near its largest element; returns it (long_key.h).
+double shorten(double* x, int64_t n) {
+  double largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(x[i]));
+  const double unit = unit_of(largest);
+  for (int64_t i = 0; i < n; ++i) x[i] /= unit;
+  return unit;
+}
+
+// 1 / sqrt(|x|^2 + eps).
+double inverse_length(const double* x, int64_t n) {
+  const double square = dot(x, x, n);
+  if (!is_long(square)) return 1 / std::sqrt(square + kL2NormEps);
+  std::vector<double> shorter(x, x + n);
+  const double unit = shorten(shorter.data(), n);
+  return 1 / std::sqrt(dot(shorter.data(), shorter.data(), n)) / unit;
+}
+
 // Rows of length `dim` divided by sqrt(sum of squares + eps).
 std::vector<double> l2_normalised(const std::vector<double>& x, int64_t dim) {
   std::vector<double> y(x.size());
   for (size_t row = 0; row < x.size(); row += dim) {
-    const double inverse = 1 / std::sqrt(dot(&x[row], &x[row], dim) + kL2NormEps);
+    const double inverse = inverse_length(&x[row], dim);
     for (int64_t i = 0; i < dim; ++i) y[row + i] = x[row + i] * inverse;
   }
   return y;
@@ -59,10 +79,11 @@ void l2_normalised_backward(const std::vector<double>& x, int64_t dim, std::vect
   for (size_t row = 0; row < x.size(); row += dim) {
     const double* g = &grad[row];
     if (std::all_of(g, g + dim, [](double value) { return value == 0; })) continue;
-    const double inverse = 1 / std::sqrt(dot(&x[row], &x[row], dim) + kL2NormEps);
-    const double along = dot(&x[row], g, dim) * inverse * inverse;
+    const double inverse = inverse_length(&x[row], dim);
+    double along = 0;
+    for (int64_t i = 0; i < dim; ++i) along += x[row + i] * inverse * g[i];
     for (int64_t i = 0; i < dim; ++i)
-      grad[row + i] = inverse * (grad[row + i] - along * x[row + i]);
+      grad[row + i] = inverse * (grad[row + i] - x[row + i] * inverse * along);
   }
 }
 
@@ -72,7 +93,13 @@ class Recurrence {
   explicit Recurrence(const ReferenceProblem& problem)
       : p_(problem),
         q_(problem.qk_l2norm ? l2_normalised(problem.q, problem.key_dim) : problem.q),
-        k_(problem.qk_l2norm ? l2_normalised(problem.k, problem.key_dim) : problem.k) {}
+        k_(problem.qk_l2norm ? l2_normalised(problem.k, problem.key_dim) : problem.k),
+        units_(k_.size() / problem.key_dim, 1.0) {
+    for (size_t i = 0; i < units_.size(); ++i) {
+      double* k = k_.data() + i * p_.key_dim;
+      if (is_long_key(p_.rule, dot(k, k, p_.key_dim))) units_[i] = shorten(k, p_.key_dim);
+    }
+  }
 
   int64_t state_size() const { return p_.key_dim * p_.value_dim; }
   // First row and one past the last row of sequence n among the B * T rows.
@@ -105,11 +132,13 @@ class Recurrence {
                std::vector<double>& grad_state, ReferenceGradients& out) const;
 
  private:
+  // What the key at an offset of k_ was divided by.
+  double unit(int64_t key_offset) const { return units_[key_offset / p_.key_dim]; }
   StepCoefficients<double> coefficients(int64_t row, int64_t head, double lambda) const {
     const int64_t i = scalar_offset(row, head);
     const bool has_decay = !p_.log_decay.empty();
-    return step_coefficients<double>(p_.rule, p_.beta[i], lambda, has_decay,
-                                     has_decay ? p_.log_decay[i] : 0.0);
+    return key_coefficients(p_.rule, p_.beta[i], lambda, unit(key_offset(row, head)), has_decay,
+                            has_decay ? p_.log_decay[i] : 0.0);
   }
   // p = S^T k [V], what the state recalls for the key.
   std::vector<double> recall(const double* k, const std::vector<double>& state) const {
@@ -120,7 +149,9 @@ class Recurrence {
   }
 
   const ReferenceProblem& p_;
-  const std::vector<double> q_, k_;
+  const std::vector<double> q_;
+  std::vector<double> k_;      // long keys in their unit
+  std::vector<double> units_;  // [rows, H]
 };
 
 void Recurrence::advance(int64_t row, int64_t head, std::vector<double>& state) const {
@@ -178,9 +209,10 @@ void Recurrence::retreat(int64_t row, int64_t head, const std::vector<double>& b
 
   // The scalars: dg = a da, then the step rule's own chain rule.
   const bool has_decay = !p_.log_decay.empty();
-  const auto scalars = step_coefficients_backward<double>(
-      p_.rule, p_.beta[at_scalar], lambda, has_decay, has_decay ? p_.log_decay[at_scalar] : 0.0,
-      {decay * grad_decay, -decay * along, write_gradient});
+  const auto scalars =
+      key_coefficients_backward<double>(p_.rule, p_.beta[at_scalar], lambda, unit(at_key),
+                                        has_decay, has_decay ? p_.log_decay[at_scalar] : 0.0,
+                                        {decay * grad_decay, -decay * along, write_gradient});
   out.beta[at_scalar] += scalars.beta;
   out.log_decay[at_scalar] += scalars.log_decay;
 
@@ -188,9 +220,10 @@ void Recurrence::retreat(int64_t row, int64_t head, const std::vector<double>& b
   const double erased = -decay * step.erase;
   for (int64_t i = 0; i < key_dim; ++i) {
     double* row_grad = &grad_state[i * value_dim];
-    out.k[at_key + i] += dot(row_grad, u.data(), value_dim) +
-                         erased * dot(&before[i * value_dim], grad_u.data(), value_dim) +
-                         2 * k[i] * scalars.lambda;
+    out.k[at_key + i] += (dot(row_grad, u.data(), value_dim) +
+                          erased * dot(&before[i * value_dim], grad_u.data(), value_dim) +
+                          2 * k[i] * scalars.lambda) /
+                         unit(at_key);
     for (int64_t j = 0; j < value_dim; ++j)
       row_grad[j] = decay * row_grad[j] + k[i] * erased * grad_u[j];
   }

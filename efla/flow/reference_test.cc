@@ -209,18 +209,42 @@ TEST(ReferenceBackward, ExtremeKeysGiveFiniteGradients) {
       }
 }
 
-// Where |k|^2 overflows the token is skipped, and the state stays what it was (times the decay).
-TEST(ReferenceForward, OverflowingKeyIsSkipped) {
-  for (const Rule rule : {Rule::kExact, Rule::kExactLog}) {
-    ReferenceProblem p = single_head(rule, 6, 4, 3, 30);
-    for (double& x : p.k) x *= 1e160;
-    const auto result = reference_forward(p);
-    EXPECT_EQ(result.final_state, p.initial_state);
-    std::mt19937_64 random(31);
-    const auto grads = reference_backward(p, normal(random, 18));
-    for (const auto* g : {&grads.q, &grads.k, &grads.v, &grads.beta, &grads.initial_state})
-      for (const double x : *g) ASSERT_TRUE(std::isfinite(x)) << rule_name(rule);
-  }
+// Keys whose |k|^2 is beyond 2^500, or overflows. A power of two c can be moved from k to v and
+// beta: (k, v, beta) and (c k, c v, beta / c^2) are the same step, so dk and dv scale by 1 / c,
+// dbeta by c^2. With l2_norm neither counts.
+TEST(Reference, LongKeysAreTheSameStep) {
+  struct Lengths {
+    double key, c;
+  };
+  for (const auto& [key, c] : {Lengths{1, 0x1p400}, Lengths{0x1p100, 0x1p500}})
+    for (const bool l2norm : {false, true})
+      for (const Rule rule : {Rule::kExact, Rule::kExactLog})
+        for (const bool decay : {false, true}) {
+          ReferenceProblem p = single_head(rule, 6, 4, 3, 30, decay);
+          p.qk_l2norm = l2norm;
+          for (double& x : p.k) x *= l2norm ? key * 0x1p100 : key;  // far above 1e-6
+          ReferenceProblem longer = p;
+          for (double& x : longer.k) x *= c;
+          const double unit = l2norm ? 1 : c;
+          for (double& x : longer.v) x *= unit;
+          for (double& x : longer.beta) x /= unit * unit;
+          const auto expected = reference_forward(p), result = reference_forward(longer);
+          EXPECT_LT(relative_error(result.o, expected.o), 1e-14);
+          EXPECT_LT(relative_error(result.final_state, expected.final_state), 1e-14);
+          std::mt19937_64 random(31);
+          const auto grad_o = normal(random, 18);
+          auto grads = reference_backward(longer, grad_o);
+          const auto truth = reference_backward(p, grad_o);
+          for (double& x : grads.k) x *= c;
+          for (double& x : grads.v) x *= unit;
+          for (double& x : grads.beta) x /= unit * unit;
+          for (const auto member :
+               {&ReferenceGradients::q, &ReferenceGradients::k, &ReferenceGradients::v,
+                &ReferenceGradients::beta, &ReferenceGradients::log_decay,
+                &ReferenceGradients::initial_state})
+            EXPECT_LE(relative_error(grads.*member, truth.*member), 1e-12)
+                << rule_name(rule) << " " << c;
+        }
 }
 
 using GradientCase = std::tuple<Rule, bool, bool, bool>;  // rule, decay, l2norm, packed

@@ -197,10 +197,9 @@ EFLA_HOST_DEVICE FlowSlopes<T> flow_term_slopes(T beta, T rate, T extra) {
 
 }  // namespace internal
 
-/// |k|^2 of a finite key can overflow. Such a token is skipped by the exact rules: a coefficient of
-/// 0 keeps the step a contraction, while any other finite stand-in for 1 / |k|^2 would be too
-/// large. Kernels also replace the key by zero, so that no product of two such keys turns 0 into
-/// NaN.
+/// |k|^2 of a finite key can overflow; long_key.h has the coefficients of such keys. Here the token
+/// is skipped: a coefficient of 0 keeps the step a contraction, while any other finite stand-in for
+/// 1 / |k|^2 would be too large.
 template <typename T>
 EFLA_HOST_DEVICE bool key_overflows(Rule rule, T lambda) {
   return lambda > internal::largest_finite<T>() &&

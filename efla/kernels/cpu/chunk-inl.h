@@ -95,11 +95,12 @@ class Chunk {
         load_key_row(d, at<S>(problem_.q, row, token, key_head), key_dim_, problem_.qk_l2norm, A(1),
                      rows_ + t * stride_);
       A* k = rows_ + (n + t) * stride_;
-      const A lambda = load_key(d, problem_.rule, at<S>(problem_.k, row, token, key_head), key_dim_,
-                                problem_.qk_l2norm, k);
-      coefficients_[t] = step_coefficients<A>(
-          problem_.rule, *at<A>(problem_.beta, row, token, head), lambda, has_decay_,
-          has_decay_ ? *at<A>(problem_.log_decay, row, token, head) : A(0));
+      const KeyLength<A> length =
+          load_key(d, problem_.rule, at<S>(problem_.k, row, token, key_head), key_dim_,
+                   problem_.qk_l2norm, k);
+      coefficients_[t] = key_coefficients(
+          problem_.rule, *at<A>(problem_.beta, row, token, head), length.lambda, length.unit,
+          has_decay_, has_decay_ ? *at<A>(problem_.log_decay, row, token, head) : A(0));
       // In double and bounded: a strong decay early in the chunk must not blur the later
       // differences, however strong. NaN fails the comparison and stays.
       const double log_gate = coefficients_[t].log_gate;
@@ -115,13 +116,13 @@ class Chunk {
 
   int64_t size() const { return n_; }
   int64_t stride() const { return stride_; }  // of rows of K elements
-  const StepCoefficients<A>& coefficients(int64_t t) const { return coefficients_[t]; }
-  A head_factor(int64_t t) const { return head_factor_[t]; }  // exp(G_t)
+  const StepCoefficients<A>& coefficients(int64_t t) const { return coefficients_[t]; }  // of k()
+  A head_factor(int64_t t) const { return head_factor_[t]; }                             // exp(G_t)
   A tail_factor(int64_t t) const { return tail_factor_[t]; }  // exp(G_C - G_t)
   A decay() const { return head_factor_[n_ - 1]; }            // exp(G_C)
 
   const A* q() const { return rows_; }                 // [n, K]
-  const A* k() const { return rows_ + n_ * stride_; }  // [n, K]
+  const A* k() const { return rows_ + n_ * stride_; }  // [n, K], long keys in their unit
   /// Rows that meet the state: [scale exp(G) q ; -e exp(G) k], [2n, K].
   const A* state_rows() const { return state_rows_; }
   const A* minus_erase_rows() const { return state_rows_ + n_ * stride_; }

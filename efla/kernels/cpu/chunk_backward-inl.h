@@ -29,7 +29,7 @@ namespace efla::cpu::HWY_NAMESPACE {
 template <typename A>
 struct KeyGradients {
   A* q;      // [tokens, padded K]
-  A* k;      // [tokens, padded K], without the part through lambda = |k|^2
+  A* k;      // [tokens, padded K], of Chunk::k() and without the part through lambda = |k|^2
   A* erase;  // [tokens]
   A* write;  // [tokens]
   A* gate;   // [tokens]

@@ -170,14 +170,15 @@ class Finish {
     A *x = memory_.get(), *k = x + stride, *grad = k + stride;
     for (int64_t token = first; token < first + count; ++token) {
       const int64_t t = token - base;
-      const A lambda = load_key(D(), p.rule, at<S>(p.k, row, token, key_head), n, p.qk_l2norm, k);
-      const A grad_lambda = scalars(row, token, key_head, t, lambda, parts);
+      const KeyLength<A> length =
+          load_key(D(), p.rule, at<S>(p.k, row, token, key_head), n, p.qk_l2norm, k);
+      const A grad_lambda = scalars(row, token, key_head, t, length, parts);
       if (params_.grad_k.data) {
         add(
             parts, [&](const PartSums<A>& s) { return s.k(t); }, grad);
         for (int64_t i = 0; i < n; ++i) grad[i] += 2 * grad_lambda * k[i];
         if (p.qk_l2norm) l2norm_backward(at<S>(p.k, row, token, key_head), x, grad);
-        store_row(D(), A(1), grad, n, at<S>(params_.grad_k, row, token, key_head));
+        store_row(D(), A(1) / length.unit, grad, n, at<S>(params_.grad_k, row, token, key_head));
       }
       if (params_.grad_q.data) {
         add(
@@ -202,7 +203,7 @@ class Finish {
   }
 
   // Writes the gradients of beta and log_decay; returns that of lambda, summed over value heads.
-  A scalars(int64_t row, int64_t token, int64_t key_head, int64_t t, A lambda,
+  A scalars(int64_t row, int64_t token, int64_t key_head, int64_t t, KeyLength<A> length,
             const std::vector<PartSums<A>>& parts) {
     const Problem& p = params_.problem;
     const bool has_decay = p.log_decay.data != nullptr;
@@ -215,8 +216,8 @@ class Finish {
         grad.write += *part.scalar(1, i, t);
         grad.log_gate += *part.scalar(2, i, t);
       }
-      const StepInputGradients<A> in = step_coefficients_backward<A>(
-          p.rule, *at<A>(p.beta, row, token, head), lambda, has_decay,
+      const StepInputGradients<A> in = key_coefficients_backward(
+          p.rule, *at<A>(p.beta, row, token, head), length.lambda, length.unit, has_decay,
           has_decay ? *at<A>(p.log_decay, row, token, head) : A(0), grad);
       if (params_.grad_beta.data) *at<A>(params_.grad_beta, row, token, head) = in.beta;
       if (params_.grad_log_decay.data)
@@ -226,14 +227,21 @@ class Finish {
     return grad_lambda;
   }
 
-  // grad <- gradient through y = x / sqrt(|x|^2 + 1e-6): r (grad - y (y . grad)), y = r x.
+  // grad <- gradient through y = x / sqrt(|x|^2 + 1e-6): r (grad - y (y . grad)), y = r x. A row as
+  // long as a long key goes through x / unit.
   void l2norm_backward(const S* in, A* x, A* grad) {
     const int64_t n = params_.problem.shape.key_dim;
     load_row(D(), A(1), in, n, x);
-    const A r = A(1) / std::sqrt(dot(D(), x, x, n) + A(1e-6));
-    // r = 0: |x|^2 overflows and y = 0, whatever the product with x is.
-    const A projection = r > A(0) ? r * r * dot(D(), x, grad, n) : A(0);
-    for (int64_t i = 0; i < n; ++i) grad[i] = r * (grad[i] - projection * x[i]);
+    A square = dot(D(), x, x, n), unit = A(1);
+    if (is_long(square)) {
+      unit = shorten(x, n);
+      square = dot(D(), x, x, n);
+    } else {
+      square += A(1e-6);
+    }
+    const A r = A(1) / std::sqrt(square);
+    const A projection = r * r * dot(D(), x, grad, n);
+    for (int64_t i = 0; i < n; ++i) grad[i] = r * (grad[i] - projection * x[i]) / unit;
   }
 
   const BackwardParams& params_;

@@ -301,39 +301,6 @@ TEST(Chunk, DecayOfAnyStrengthErasesOnlyWhatWasBefore) {
   }
 }
 
-TEST(Chunk, KeysWhoseSquareOverflowsAreSkipped) {
-  for (const auto& [rule, decay] :
-       {std::pair{Rule::kExact, false}, {Rule::kExact, true}, {Rule::kExactLog, true}}) {
-    KernelCase c = {.name = "overflow", .rule = rule, .decay = decay};
-    KernelInputs in = make_inputs(c, DType::kFloat32), without = in;
-    for (int64_t t : {4, 5, 11, 40, 41}) {
-      for (int64_t i = t * c.key_dim; i < (t + 1) * c.key_dim; ++i) {
-        in.problem.k[i] = rounded(t == 11 ? 3e38 : 1e20 * in.problem.k[i], DType::kFloat32);
-        without.problem.k[i] = 0;
-      }
-      without.problem.beta[t] = 0;
-    }
-    const ReferenceResult forward = reference_forward(without.problem);
-    const ReferenceGradients gradients =
-        reference_backward(without.problem, in.grad_o, in.grad_final_state);
-    on_every_target([&] {
-      KernelRun run(in, DType::kFloat32);
-      run.forward(Form::kRecurrent, serial(1));
-      expect_forward(run, forward, 3e-6);
-      run.forward(Form::kChunk, serial(1));
-      expect_forward(run, forward, 3e-6);
-      run.backward(serial(1));
-      expect_backward(run, gradients, 1e-5);
-    });
-    in.problem.qk_l2norm = true;
-    KernelRun run(in, DType::kFloat32);
-    run.forward(Form::kChunk, serial(1));
-    run.backward(serial(1));
-    for (const Tensor* x : {&run.o, &run.grad_q, &run.grad_k, &run.grad_v, &run.grad_beta})
-      for (double value : x->get()) ASSERT_TRUE(std::isfinite(value));
-  }
-}
-
 // Rows [first, last) of [1, T, 1, D] as bits: NaN equals itself.
 std::vector<uint64_t> rows(const Tensor& x, int64_t dim, int64_t first, int64_t last) {
   std::vector<uint64_t> bits;

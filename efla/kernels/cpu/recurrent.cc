@@ -60,10 +60,10 @@ void recurrent_block(const ForwardParams& params, int64_t n, int64_t head, int64
       A* q = keys.get() + t * key_stride;
       A* k = q + kBatch * key_stride;
       load_key_row(d, at<S>(p.q, span.row, token, key_head), key_dim, p.qk_l2norm, A(p.scale), q);
-      const A lambda =
+      const KeyLength<A> length =
           load_key(d, p.rule, at<S>(p.k, span.row, token, key_head), key_dim, p.qk_l2norm, k);
       scalars[t] =
-          step_scalars(d, p.rule, q, k, lambda, key_dim, *at<A>(p.beta, span.row, token, head),
+          step_scalars(d, p.rule, q, k, length, key_dim, *at<A>(p.beta, span.row, token, head),
                        has_decay, has_decay ? *at<A>(p.log_decay, span.row, token, head) : A(0));
       load_row(d, A(1), at<S>(p.v, span.row, token, head) + first, columns,
                values.get() + t * stride);

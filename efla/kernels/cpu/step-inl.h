@@ -16,10 +16,12 @@
 #define EFLA_KERNELS_CPU_STEP_INL_H_
 #endif
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 
+#include "efla/flow/long_key.h"
 #include "efla/flow/step_rule.h"
 #include "efla/kernels/cpu/simd-inl.h"
 #include "efla/kernels/params.h"
@@ -61,6 +63,16 @@ HWY_INLINE A dot(D d, const A* HWY_RESTRICT x, const A* HWY_RESTRICT y, int64_t 
   return hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
+/// Divides a row by unit_of() of its largest element, which it returns.
+template <typename A>
+A shorten(A* x, int64_t n) {
+  A largest = A(0);
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(x[i]));
+  const A unit = unit_of(largest);
+  for (int64_t i = 0; i < n; ++i) x[i] *= A(1) / unit;
+  return unit;
+}
+
 /// Converts a row of q or k to the arithmetic type, optionally normalised, times `scale`.
 template <class D, typename S, typename A = hn::TFromD<D>>
 HWY_INLINE void load_key_row(D d, const S* HWY_RESTRICT in, int64_t n, bool l2norm, A scale,
@@ -71,29 +83,44 @@ HWY_INLINE void load_key_row(D d, const S* HWY_RESTRICT in, int64_t n, bool l2no
     sum = hn::MulAdd(x, x, sum);
     store_some(d, x, out + i, some);
   });
-  if (l2norm) scale *= A(1) / std::sqrt(hn::GetLane(hn::SumOfLanes(d, sum)) + A(1e-6));
+  if (l2norm) {
+    A square = hn::GetLane(hn::SumOfLanes(d, sum));
+    if (HWY_LIKELY(!is_long(square))) {
+      square += A(1e-6);
+    } else {
+      shorten(out, n);
+      square = dot(d, out, out, n);
+    }
+    scale *= A(1) / std::sqrt(square);
+  }
   if (scale == A(1)) return;
   for (int64_t i = 0; i < n; ++i) out[i] *= scale;
 }
 
-/// Converts a key and returns lambda = |k|^2. Where the rule skips the token because lambda
-/// overflows the key becomes zero; an infinite element stays, so that the output says NaN.
+/// What the step rule needs of a key that load_key has loaded.
+template <typename A>
+struct KeyLength {
+  A lambda;  // |k|^2 of the row as it is now
+  A unit;    // what the row was divided by: 1 but for long keys (long_key.h)
+};
+
+/// Converts a key, which becomes shorter if it is too long for the rule.
 template <class D, typename S, typename A = hn::TFromD<D>>
-HWY_INLINE A load_key(D d, Rule rule, const S* HWY_RESTRICT in, int64_t n, bool l2norm,
-                      A* HWY_RESTRICT out) {
+HWY_INLINE KeyLength<A> load_key(D d, Rule rule, const S* HWY_RESTRICT in, int64_t n, bool l2norm,
+                                 A* HWY_RESTRICT out) {
   load_key_row(d, in, n, l2norm, A(1), out);
   const A lambda = dot(d, out, out, n);
-  if (HWY_UNLIKELY(key_overflows(rule, lambda)))
-    for (int64_t i = 0; i < n; ++i)
-      if (!std::isinf(out[i])) out[i] = A(0);
-  return lambda;
+  if (HWY_LIKELY(!is_long_key(rule, lambda))) return {lambda, A(1)};
+  const A unit = shorten(out, n);
+  return {dot(d, out, out, n), unit};
 }
 
 /// The scalars of a token from its scaled query, what load_key gave, and beta, log_decay.
 template <class D, typename A = hn::TFromD<D>>
-HWY_INLINE StepScalars<A> step_scalars(D d, Rule rule, const A* q, const A* k, A lambda,
+HWY_INLINE StepScalars<A> step_scalars(D d, Rule rule, const A* q, const A* k, KeyLength<A> length,
                                        int64_t key_dim, A beta, bool has_decay, A log_decay) {
-  const StepCoefficients<A> c = step_coefficients<A>(rule, beta, lambda, has_decay, log_decay);
+  const StepCoefficients<A> c =
+      key_coefficients(rule, beta, length.lambda, length.unit, has_decay, log_decay);
   const A decay = c.log_gate == A(0) ? A(1) : std::exp(c.log_gate);
   return {decay, decay * c.erase, c.write, dot(d, q, k, key_dim)};
 }

@@ -35,8 +35,9 @@ class HeadTokens {
       A* q = q_ + t * s.key_dim;
       A* k = k_ + t * s.key_dim;
       load_key_row(d, at<S>(p.q, b, t, key_head), s.key_dim, p.qk_l2norm, A(p.scale), q);
-      const A lambda = load_key(d, p.rule, at<S>(p.k, b, t, key_head), s.key_dim, p.qk_l2norm, k);
-      scalars_[t] = step_scalars(d, p.rule, q, k, lambda, s.key_dim, *at<A>(p.beta, b, t, h),
+      const KeyLength<A> length =
+          load_key(d, p.rule, at<S>(p.k, b, t, key_head), s.key_dim, p.qk_l2norm, k);
+      scalars_[t] = step_scalars(d, p.rule, q, k, length, s.key_dim, *at<A>(p.beta, b, t, h),
                                  has_decay, has_decay ? *at<A>(p.log_decay, b, t, h) : A(0));
     }
   }

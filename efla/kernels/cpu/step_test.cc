@@ -315,24 +315,28 @@ TEST(Step, TokensTogetherEqualTokensOneByOne) {
   expect_close(apart.state(0), together.state(0), 1e-6, "state");
 }
 
-TEST(Step, KeysWhoseSquareOverflowsAreSkipped) {
-  StepCase c;
-  c.batch = 1;
-  c.tokens = 5;
-  c.decay = true;
-  for_each_target([&] {
-    StepData data(c), without(c);
-    // Row b's tokens 1 and 2: two such keys in a row.
-    for (int64_t i = data.key_token(); i < 3 * data.key_token(); ++i) {
-      data.k.set(i, std::copysign(3e38, data.k.get(i)));
-      without.k.set(i, 0);
+TEST(Step, KeysWhoseSquareOverflows) {
+  for (const bool l2norm : {false, true})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      StepCase c;
+      c.batch = 1;
+      c.tokens = 5;
+      c.decay = true;
+      c.dtype = dtype;
+      c.l2norm = l2norm;
+      for_each_target([&] {
+        StepData data(c);
+        // Tokens 1 and 2: two such keys in a row, the second of the largest numbers.
+        for (int64_t i = data.key_token(); i < 3 * data.key_token(); ++i)
+          data.k.set(i, i < 2 * data.key_token() ? 1e20 * data.k.get(i)
+                                                 : std::copysign(3.38e38, data.k.get(i)));
+        const Array before = data.pool;
+        const ReferenceResult expected = data.reference(0, 0, before);
+        step(data.params(nullptr), {});
+        expect_close(data.output_row(0), expected.o, tolerance(dtype), "o");
+        expect_close(data.state(0), expected.final_state, 1e-5, "state");
+      });
     }
-    for (int64_t i = c.value_heads; i < 3 * c.value_heads; ++i) without.beta.set(i, 0);
-    const ReferenceResult expected = without.reference(0, 0, without.pool);
-    step(data.params(nullptr), {});
-    expect_close(data.output_row(0), expected.o, 1e-5, "o");
-    expect_close(data.state(0), expected.final_state, 1e-5, "state");
-  });
 }
 
 TEST(Step, SlotsBeyondTwoToThe31Elements) {
