@@ -13,155 +13,143 @@
 namespace efla::cuda::sm90 {
 
 inline constexpr int kPrepareBarrier = 1;  // named barrier of this warpgroup
-inline constexpr int kPitch = kC + 4;      // of the float triangle: rows fall on different banks
+inline constexpr int kPitch = kC + 8;      // of the half triangles: ldmatrix without bank conflicts
 
-// Of the triangles only the ten 16 x 16 blocks on and below the diagonal are made. Their floats are
-// kept rounded to TF32, as the products take them.
+// An 8 x 8 block of L_hat on the diagonal, transposed. Two neighbours fall on different banks.
+struct alignas(16) DiagonalBlock {
+  float column[8][8];
+  float padding[4];
+};
+
+// Operands of products are half whatever T is: as precise as TF32. Its range is enough for all
+// steps under which the recurrence itself is stable, for then no element of A_hat is above 2.
 struct PrepareScratch {
-  float lower[kC][kPitch];              // L_hat; above the diagonal, products on the way
-  float inverse[kC][kPitch];            // A_hat
-  float row_scale[kC];                  // of row t of L_hat
-  float query_scale[kC];                // of row t of P_hat
-  float column_scale[kC];               // k_hat / k
-  float half_gate[kC];                  // log gates summed over tokens 0.., and 32.. apart
-  float cumulative[kC];                 // G, inclusive
-  float square[kC];                     // |k|^2 as the tensor cores see it
-  float beta[2][kC], log_decay[2][kC];  // of this chunk and the next
+  DiagonalBlock diagonal[kC / 8];
+  alignas(16) __half lower[kC][kPitch];    // L_hat below these
+  alignas(16) __half inverse[kC][kPitch];  // A_hat but for its last block of 32
+  float query_scale[kC];                   // of row t of P_hat
+  float column_scale[kC];                  // k_hat / k
+  float cumulative[kC];                    // G, inclusive
+  float warp_gate[4];                      // log gates summed over 16 tokens
+  float beta[2][kC], log_decay[2][kC];     // of this chunk and the next
 };
 
 __device__ __forceinline__ void sync_prepare() { sync_threads(kPrepareBarrier, kWarpgroup); }
 
-// Block b of the ten, in the order (0, 0), (1, 0), (1, 1), (2, 0), ...: its block row and column.
-__device__ __forceinline__ void block_place(int b, int& row, int& column) {
-  row = b >= 6 ? 3 : b >= 3 ? 2 : b >= 1 ? 1 : 0;
-  column = b - row * (row + 1) / 2;
+// Two neighbouring elements of a result as an operand.
+__device__ __forceinline__ uint32_t half_pair(float x, float y) { return pack<__half>(x, y); }
+
+// Block (row, column) of 16 x 16 as operand A.
+__device__ __forceinline__ AFragment<__half> block_operand(const __half (&triangle)[kC][kPitch],
+                                                           int row, int column) {
+  return load_a<__half>(&triangle[0][0], kPitch, 16 * row, 16 * column);
 }
 
-__device__ __forceinline__ float round_tf32(float x) { return __uint_as_float(to_tf32(x)); }
-
-// c = A B for a 16 x 8 kWide tile, depth a multiple of 8, TF32; one warp. Element c[n][2 h + e] is
-// row g + 8 h, column 8 n + 2 t + e for lane 4 g + t.
-template <int kWide>
-__device__ __forceinline__ void multiply_tile(float (&c)[kWide][4], const float* a, const float* b,
-                                              int depth, int lane) {
-  const int g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int n = 0; n < kWide; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.f;
-#pragma unroll 4
-  for (int k0 = 0; k0 < depth; k0 += 8) {
-    const uint32_t x[4] = {__float_as_uint(a[g * kPitch + k0 + t]),
-                           __float_as_uint(a[(g + 8) * kPitch + k0 + t]),
-                           __float_as_uint(a[g * kPitch + k0 + t + 4]),
-                           __float_as_uint(a[(g + 8) * kPitch + k0 + t + 4])};
-#pragma unroll
-    for (int n = 0; n < kWide; ++n) {
-      const uint32_t y[2] = {__float_as_uint(b[(k0 + t) * kPitch + 8 * n + g]),
-                             __float_as_uint(b[(k0 + t + 4) * kPitch + 8 * n + g])};
-      mma_tf32(c[n], x, y);
-    }
-  }
+// What a product of 16 x 8 gives, as operand B of the next.
+__device__ __forceinline__ BFragment<__half> as_operand(const CFragment& c) {
+  return {{transpose_matrix(half_pair(c[0], c[1])), transpose_matrix(half_pair(c[2], c[3]))}};
 }
 
-// Stores sign * c at out, rounded.
-template <int kWide>
-__device__ __forceinline__ void store_tile(float* out, const float (&c)[kWide][4], float sign,
-                                           int lane) {
-#pragma unroll
-  for (int n = 0; n < kWide; ++n) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      *reinterpret_cast<float2*>(&out[(lane / 4 + 8 * h) * kPitch + 8 * n + lane % 4 * 2]) =
-          make_float2(round_tf32(sign * c[n][2 * h]), round_tf32(sign * c[n][2 * h + 1]));
-    }
-  }
-}
-
-// The same for an 8 x 8 tile of depth 8.
-__device__ __forceinline__ void multiply_small(const float* a, const float* b, float sign,
-                                               float* out, int lane) {
-  const int g = lane / 4, t = lane % 4;
-  const uint32_t x[4] = {__float_as_uint(a[g * kPitch + t]), 0,
-                         __float_as_uint(a[g * kPitch + t + 4]), 0};
-  const uint32_t y[2] = {__float_as_uint(b[t * kPitch + g]),
-                         __float_as_uint(b[(t + 4) * kPitch + g])};
-  float c[4] = {};
-  mma_tf32(c, x, y);
-  *reinterpret_cast<float2*>(&out[g * kPitch + 2 * t]) =
-      make_float2(round_tf32(sign * c[0]), round_tf32(sign * c[1]));
-}
-
-// Rounds block `block` of the ten of A_hat into its tile; one warp.
+// A_hat's tile takes a 16 x 8 product at (row, column), negated.
 template <typename T>
-__device__ __forceinline__ void store_block(const PrepareScratch& s, unsigned char* inverse,
-                                            int block_row, int block_column, int lane) {
-  const int r = 16 * block_row + lane % 16, c = 16 * block_column + lane / 16 * 8;
-  const float4 x = *reinterpret_cast<const float4*>(&s.inverse[r][c]);
-  const float4 y = *reinterpret_cast<const float4*>(&s.inverse[r][c + 4]);
-  *reinterpret_cast<uint4*>(inverse + tile_offset(r, c)) =
-      make_uint4(pack<T>(x.x, x.y), pack<T>(x.z, x.w), pack<T>(y.x, y.y), pack<T>(y.z, y.w));
+__device__ __forceinline__ void store_negated(unsigned char* tile, const CFragment& c, int row,
+                                              int column, int lane) {
+  const int offset = tile_offset(row + lane / 4, column + lane % 4 * 2);
+  *reinterpret_cast<uint32_t*>(tile + offset) = pack<T>(-c[0], -c[1]);
+  *reinterpret_cast<uint32_t*>(tile + offset + 8 * 128) = pack<T>(-c[2], -c[3]);
 }
 
-// The tile of (I + L_hat)^-1. The scratch's diagonal blocks are zero above the diagonal already.
-// Blocks of 8 by substitution in float, a column per lane, then [A11 0; -A22 L21 A11 A22] for
-// blocks of 8, of 16 and of 32. `meanwhile` is work that the chain of the first step leaves room
-// for.
+// Row lane % 8 of (I + L_hat)^-1 in a diagonal block, by substitution in float from the right:
+// x_c = [c = row] - sum_(i > c) x_i L_ic.
+__device__ __forceinline__ void solve_block(float (&x)[8], const DiagonalBlock& block, int lane) {
+#pragma unroll
+  for (int c = 7; c >= 0; --c) {
+    float even = c == lane % 8 ? 1.f : 0.f, odd = 0.f;
+#pragma unroll
+    for (int i = 4; i + 3 > c; i -= 4) {
+      const float4 l = *reinterpret_cast<const float4*>(&block.column[c][i]);
+      if (i + 3 > c) odd -= l.w * x[i + 3];
+      if (i + 2 > c) even -= l.z * x[i + 2];
+      if (i + 1 > c) odd -= l.y * x[i + 1];
+      if (i > c) even -= l.x * x[i];
+    }
+    x[c] = even + odd;
+  }
+}
+
+// The tile of (I + L_hat)^-1: blocks of 8 by substitution, then [A11 0; -A22 L21 A11 A22] for
+// blocks of 8, of 16 and of 32, a warp for 8 columns. `before_last` is called ahead of the last of
+// these.
 template <typename T, typename Work>
 __device__ __forceinline__ void invert(PrepareScratch& s, unsigned char* inverse, int thread,
-                                       Work meanwhile) {
+                                       Work before_last) {
   const int warp = thread / 32, lane = thread % 32;
-  const int base = 16 * warp, first = base + lane / 8 % 2 * 8, column = lane % 8;
-  float x[8];
-#pragma unroll
-  for (int r = 0; r < 8; ++r) {
-    float even = r == column ? 1.f : 0.f, odd = 0.f;
-#pragma unroll
-    for (int i = 0; i < r; i += 4) {
-      const float4 l = *reinterpret_cast<const float4*>(&s.lower[first + r][first + i]);
-      even -= l.x * x[i];
-      if (i + 1 < r) odd -= l.y * x[i + 1];
-      if (i + 2 < r) even -= l.z * x[i + 2];
-      if (i + 3 < r) odd -= l.w * x[i + 3];
+  {
+    const int row = 16 * warp + lane % 16, column = row / 8 * 8;
+    float x[8];
+    solve_block(x, s.diagonal[row / 8], lane);
+    if (lane < 16) {  // one half of the lanes stores the operand, the other the tile
+      *reinterpret_cast<uint4*>(&s.inverse[row][column]) =
+          make_uint4(half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]),
+                     half_pair(x[6], x[7]));
+    } else {
+      *reinterpret_cast<uint4*>(inverse + tile_offset(row, column)) = make_uint4(
+          pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
     }
-    x[r] = even + odd;
-  }
-  meanwhile();
-  if (lane < 16) {
-#pragma unroll
-    for (int r = 0; r < 8; ++r) s.inverse[first + r][first + column] = round_tf32(x[r]);
-  }
-  __syncwarp();
-  multiply_small(&s.lower[base + 8][base], &s.inverse[base][base], 1.f, &s.lower[base][base + 8],
-                 lane);
-  __syncwarp();
-  multiply_small(&s.inverse[base + 8][base + 8], &s.lower[base][base + 8], -1.f,
-                 &s.inverse[base + 8][base], lane);
-  sync_prepare();
-  {  // blocks of 16: a warp takes 8 columns of one of the two pairs
-    const int pair = warp / 2 * 32, c8 = warp % 2 * 8;
-    float c[1][4];
-    multiply_tile(c, &s.lower[pair + 16][pair], &s.inverse[pair][pair + c8], 16, lane);
-    store_tile(&s.lower[pair][pair + 16 + c8], c, 1.f, lane);
-    store_block<T>(s, inverse, warp, warp, lane);
     __syncwarp();
-    multiply_tile(c, &s.inverse[pair + 16][pair + 16], &s.lower[pair][pair + 16 + c8], 16, lane);
-    store_tile(&s.inverse[pair + 16][pair + c8], c, -1.f, lane);
+    // In products of 16: L21 and A22 are the lower left and the lower right block of A.
+    uint32_t a11[4];
+    ldmatrix_x4_transposed(a11, shared_address(&s.inverse[row][16 * warp]));
+    const uint32_t l21 = block_operand(s.lower, warp, warp).x[1];
+    const uint32_t a22 = block_operand(s.inverse, warp, warp).x[3];
+    CFragment c{}, d{};
+    mma<__half>(c, AFragment<__half>{{0, l21, 0, 0}}, BFragment<__half>{{a11[0], 0}});
+    mma<__half>(d, AFragment<__half>{{0, 0, 0, a22}},
+                BFragment<__half>{{0, transpose_matrix(half_pair(c[2], c[3]))}});
+    const int r = 16 * warp + 8 + lane / 4, k = 16 * warp + lane % 4 * 2;
+    *reinterpret_cast<uint32_t*>(&s.inverse[r][k]) = half_pair(-d[2], -d[3]);
+    *reinterpret_cast<uint32_t*>(inverse + tile_offset(r, k)) = pack<T>(-d[2], -d[3]);
   }
   sync_prepare();
-  // Blocks of 32: a warp takes one of four tiles. Column tile c of the lower triangle A11 begins at
-  // row c; row tile r of A22 ends at r + 16.
-  const int r = warp / 2 * 16, c = warp % 2 * 16;
-  float tile[2][4];
-  multiply_tile(tile, &s.lower[32 + r][c], &s.inverse[c][c], 32 - c, lane);
-  store_tile(&s.lower[r][32 + c], tile, 1.f, lane);
-  if (warp % 2 == 0) store_block<T>(s, inverse, warp + 1, warp, lane);
+  {
+    const int first = warp / 2 * 2, column = 16 * first + warp % 2 * 8;  // first block of the pair
+    uint32_t a11[4];
+    ldmatrix_x4_transposed(a11, shared_address(&s.inverse[16 * first + lane % 16][column]));
+    const AFragment<__half> l21 = block_operand(s.lower, first + 1, first);
+    const AFragment<__half> a22 = block_operand(s.inverse, first + 1, first + 1);
+    CFragment c{}, d{};
+    mma<__half>(c, l21, BFragment<__half>{{a11[0], a11[1]}});
+    mma<__half>(d, a22, as_operand(c));
+    const int row = 16 * first + 16 + lane / 4;
+    *reinterpret_cast<uint32_t*>(&s.inverse[row][column + lane % 4 * 2]) = half_pair(-d[0], -d[1]);
+    *reinterpret_cast<uint32_t*>(&s.inverse[row + 8][column + lane % 4 * 2]) =
+        half_pair(-d[2], -d[3]);
+    store_negated<T>(inverse, d, 16 * first + 16, column, lane);
+  }
   sync_prepare();
-  multiply_tile(tile, &s.inverse[32 + r][32], &s.lower[0][32 + c], r + 16, lane);
+  before_last();
+  uint32_t a11[4];  // rows 0.. and 16.. of 8 columns
+  ldmatrix_x4_transposed(a11, shared_address(&s.inverse[lane][8 * warp]));
+  const AFragment<__half> l21[2][2] = {
+      {block_operand(s.lower, 2, 0), block_operand(s.lower, 2, 1)},
+      {block_operand(s.lower, 3, 0), block_operand(s.lower, 3, 1)}};
+  const AFragment<__half> a22[3] = {block_operand(s.inverse, 2, 2), block_operand(s.inverse, 3, 2),
+                                    block_operand(s.inverse, 3, 3)};
+  BFragment<__half> product[2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {  // 8-column group i / 2, rows g + 8 (i % 2)
-    *reinterpret_cast<uint32_t*>(
-        inverse + tile_offset(32 + r + lane / 4 + i % 2 * 8, c + i / 2 * 8 + lane % 4 * 2)) =
-        pack<T>(-tile[i / 2][i % 2 * 2], -tile[i / 2][i % 2 * 2 + 1]);
+  for (int m = 0; m < 2; ++m) {
+    CFragment c{};
+    // The first 16 rows of warps 2 and 3 are above the diagonal: zero.
+    mma<__half>(c, l21[m][0], BFragment<__half>{{a11[0], a11[1]}});
+    mma<__half>(c, l21[m][1], BFragment<__half>{{a11[2], a11[3]}});
+    product[m] = as_operand(c);
   }
+  CFragment upper{}, under{};
+  mma<__half>(upper, a22[0], product[0]);
+  mma<__half>(under, a22[1], product[0]);
+  mma<__half>(under, a22[2], product[1]);
+  store_negated<T>(inverse, upper, 32, 8 * warp, lane);
+  store_negated<T>(inverse, under, 48, 8 * warp, lane);
 }
 
 // Zeroes row `row` of the tiles of one operand, 64 columns each.
@@ -250,51 +238,151 @@ __device__ __forceinline__ void multiply_keys(float (&d)[32], const unsigned cha
   commit_products();
 }
 
-// |k_t|^2, from the diagonal of K K^T. Returns whether one of the thread's overflows.
-__device__ __forceinline__ bool store_squares(PrepareScratch& s, const float (&kk)[32],
-                                              int thread) {
+// What store_lower needs of this thread's rows 16 warp + g and + 8.
+struct RowScalars {
+  float scale[2];       // e |k|, of row t of L_hat
+  float cumulative[2];  // G
+};
+
+// Of the four threads that share two rows, t and t ^ 1 work for row g + 8 (t / 2).
+__device__ __forceinline__ int own_row(int thread) {
+  return thread / 32 * 16 + thread % 32 / 4 + thread % 4 / 2 * 8;
+}
+
+// |k|^2 of own_row(), from the diagonal of K K^T.
+__device__ __forceinline__ float own_square(const float (&kk)[32], int thread) {
   const int warp = thread / 32, lane = thread % 32, g = lane / 4;
   // Element (r, r) of the two 8 x 8 blocks on the diagonal lies with lane 4 g + g / 2.
   const bool odd = g % 2 == 1;
-  float x[2];
+  float x = 0.f, y = 0.f;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    if (warp != w) continue;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) x[h] = odd ? kk[8 * w + 6 * h + 1] : kk[8 * w + 6 * h];
+    if (warp == w) x = odd ? kk[8 * w + 1] : kk[8 * w], y = odd ? kk[8 * w + 7] : kk[8 * w + 6];
   }
-  if (g / 2 != lane % 4) return false;
-  s.square[16 * warp + g] = x[0];
-  s.square[16 * warp + 8 + g] = x[1];
-  return fmaxf(x[0], x[1]) > FLT_MAX;
+  x = __shfl_sync(0xffffffffu, x, 4 * g + g / 2);
+  y = __shfl_sync(0xffffffffu, y, 4 * g + g / 2);
+  return lane % 4 < 2 ? x : y;
 }
 
-// L_hat from K K^T, row factor times column factor times D_ti. What lies above the diagonal in the
-// diagonal blocks is never read.
-template <bool kDecay>
-__device__ __forceinline__ void store_lower(PrepareScratch& s, const float (&kk)[32], int thread) {
-  const int warp = thread / 32, lane = thread % 32;
-  const int row = 16 * warp + lane / 4, t4 = lane % 4 * 2;
-  const float scale[2] = {s.row_scale[row], s.row_scale[row + 8]};
-  const float sum[2] = {kDecay ? s.cumulative[row] : 0.f, kDecay ? s.cumulative[row + 8] : 0.f};
-  // Read ahead of the writes: the compiler cannot tell that they do not overlap.
-  float2 column[8];
+// Both rows' values of what each thread has for its own.
+__device__ __forceinline__ void share_rows(float (&both)[2], float own, int thread) {
+  both[0] = __shfl_sync(0xffffffffu, own, thread % 32 / 4 * 4);
+  both[1] = __shfl_sync(0xffffffffu, own, thread % 32 / 4 * 4 + 2);
+}
+
+// The scalars of one chunk, whose tokens were read to buffer j.
+template <typename T, int kK, bool kDecay, bool kScores>
+__device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareScratch& s,
+                                                   float (&kk)[32], unsigned char* k,
+                                                   const unsigned char* q, ChunkScalars& scalars,
+                                                   int j, int tokens, int thread) {
+  const int lane = thread % 32, row = own_row(thread);
+  const bool writes = lane % 2 == 0;
+  HatCoefficients c;
+  float key_out;
+#pragma unroll 1
+  while (true) {
+    pin(kk);  // or nvcc serialises the products (C7511)
+    const float square = own_square(kk, thread);
+    c = {0.f, 0.f, 0.f};
+    if (row < tokens) {
+      const TokenInput token{s.beta[j][row], kDecay ? s.log_decay[j][row] : 0.f};
+      c = hat_coefficients<kDecay>(a, token, square);
+    }
+    key_out = square > 0.f ? rsqrtf(square) : a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
+    if (writes) {
+      s.column_scale[row] = key_out;
+      scalars.write[row] = c.write;
+      if constexpr (!kDecay) scalars.erase[row] = c.erase, scalars.key_out[row] = key_out;
+    }
+    if constexpr (kDecay) {  // inclusive sums over the warp's 16 tokens
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    column[j] = *reinterpret_cast<const float2*>(&s.column_scale[8 * j + t4]);
+      for (int offset = 4; offset < 32; offset *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, c.log_gate, offset);
+        if (lane >= offset) c.log_gate += other;
+      }
+      const float first = __shfl_sync(0xffffffffu, c.log_gate, 28);
+      if (lane % 4 >= 2) c.log_gate += first;
+      if (lane == 31) s.warp_gate[thread / 32] = c.log_gate;
+    } else if (thread == 0) {
+      scalars.gate = 1.f;
+    }
+    if (kScores && thread >= kC) {
+      float scale = a.scale;
+      if (a.qk_l2norm) scale *= rsqrtf(square_of_row<T>(q, kK / 64, thread - kC) + 1e-6f);
+      s.query_scale[thread - kC] = scale;
+      if constexpr (!kDecay) scalars.query[thread - kC] = scale;
+    }
+    // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
+    const bool overflows = square > FLT_MAX;
+    if (!sync_threads_or(kPrepareBarrier, kWarpgroup, overflows)) break;
+    if (!a.qk_l2norm && !key_overflows(a.rule, HUGE_VALF)) break;
+    if (overflows && writes && row < tokens) zero_row(k, kK / 64, row);
+    fence_async_proxy();
+    sync_prepare();
+    multiply_keys<T, kK>(kk, k, k);
+    wait_products<0>();
+    pin(kk);
   }
+  RowScalars rows{};
+  share_rows(rows.scale, c.erase, thread);
+  if constexpr (kDecay) {
+    float sum = c.log_gate, total = 0.f;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (j > 2 * warp + 1) break;
-    float2 gate;
-    if constexpr (kDecay) gate = *reinterpret_cast<const float2*>(&s.cumulative[8 * j + t4]);
+    for (int w = 0; w < 4; ++w) {
+      if (w < thread / 32) sum += s.warp_gate[w];
+      total += s.warp_gate[w];
+    }
+    share_rows(rows.cumulative, sum, thread);
+    if (writes) {
+      s.cumulative[row] = sum;
+      scalars.erase[row] = c.erase * expf(sum);
+      if constexpr (kScores) scalars.query[row] = s.query_scale[row] * expf(sum);
+      scalars.key_out[row] = key_out * expf(total - sum);
+    }
+    if (thread == 0) scalars.gate = expf(total);
+    sync_prepare();
+  }
+  return rows;
+}
+
+// L_hat from K K^T, row factor times column factor times D_ti.
+template <bool kDecay>
+__device__ __forceinline__ void store_lower(PrepareScratch& s, const RowScalars& rows,
+                                            const float (&kk)[32], int thread) {
+  const int warp = thread / 32, lane = thread % 32;
+  const int t4 = lane % 4 * 2;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float x = scale[h] * column[j].x * kk[4 * j + 2 * h];
-      float y = scale[h] * column[j].y * kk[4 * j + 2 * h + 1];
-      if constexpr (kDecay) x *= __expf(sum[h] - gate.x), y *= __expf(sum[h] - gate.y);
-      *reinterpret_cast<float2*>(&s.lower[row + 8 * h][8 * j + t4]) =
-          make_float2(round_tf32(x), round_tf32(y));
+  for (int j1 = 0; j1 < 8; j1 += 4) {
+    if (j1 > 2 * warp + 1) break;
+    // Read ahead of the writes: the compiler cannot tell that they do not overlap.
+    float2 column[4], gate[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int c = 8 * (j1 + i) + t4;
+      column[i] = *reinterpret_cast<const float2*>(&s.column_scale[c]);
+      if constexpr (kDecay) gate[i] = *reinterpret_cast<const float2*>(&s.cumulative[c]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int j = j1 + i;
+      if (j > 2 * warp + 1) break;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int block = 2 * warp + h, r = lane / 4;
+        if (j > block) continue;
+        float x = rows.scale[h] * column[i].x * kk[4 * j + 2 * h];
+        float y = rows.scale[h] * column[i].y * kk[4 * j + 2 * h + 1];
+        if constexpr (kDecay) {
+          x *= __expf(rows.cumulative[h] - gate[i].x), y *= __expf(rows.cumulative[h] - gate[i].y);
+        }
+        if (j < block) {
+          *reinterpret_cast<uint32_t*>(&s.lower[8 * block + r][8 * j + t4]) = half_pair(x, y);
+        } else {  // what lies above the diagonal is never read
+          s.diagonal[block].column[t4][r] = x;
+          s.diagonal[block].column[t4 + 1][r] = y;
+        }
+      }
     }
   }
 }
@@ -310,106 +398,31 @@ __device__ __forceinline__ void store_scores(const PrepareScratch& s, const floa
   const float sum[2] = {kDecay ? s.cumulative[row] : 0.f, kDecay ? s.cumulative[row + 8] : 0.f};
   const int offset = tile_offset(row, t4);
 #pragma unroll
-  for (int j0 = 0; j0 < 8; j0 += 4) {  // reads ahead of writes, as above
-    float2 query[4], gate[4];
+  for (int j1 = 0; j1 < 8; j1 += 4) {
+    if (j1 + 3 < 2 * warp) continue;
+    float2 query[4], gate[4];  // read ahead of the writes, as above
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      query[j] = *reinterpret_cast<const float2*>(&s.query_scale[8 * (j0 + j) + t4]);
-      if constexpr (kDecay) {
-        gate[j] = *reinterpret_cast<const float2*>(&s.cumulative[8 * (j0 + j) + t4]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int c = 8 * (j1 + i) + t4;
+      query[i] = *reinterpret_cast<const float2*>(&s.query_scale[c]);
+      if constexpr (kDecay) gate[i] = *reinterpret_cast<const float2*>(&s.cumulative[c]);
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int j = j0 + i / 2, h = i % 2, r = row + 8 * h, c = 8 * j + t4;
-      float x = scale[h] * query[i / 2].x * kq[4 * j + 2 * h];
-      float y = scale[h] * query[i / 2].y * kq[4 * j + 2 * h + 1];
-      if constexpr (kDecay) {
-        x *= __expf(gate[i / 2].x - sum[h]);
-        y *= __expf(gate[i / 2].y - sum[h]);
-      }
-      const uint32_t pair = pack<T>(c < r ? 0.f : x, c + 1 < r ? 0.f : y);
-      if (j >= 2 * warp) {
-        *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) = pair;
-      }
-    }
-  }
-}
-
-// The scalars of one chunk. Threads t < kC take a token's coefficients, the others the queries'
-// scales.
-template <typename T, int kK, bool kDecay, bool kScores>
-__device__ __forceinline__ void make_scalars(const ChunkArgs& a, PrepareScratch& s,
-                                             const unsigned char* q, ChunkScalars& scalars,
-                                             int input, int tokens, int thread) {
-  HatCoefficients c{0.f, 0.f, 0.f};
-  if (thread < kC) {
-    const float square = s.square[thread];
-    if (thread < tokens) {
-      const TokenInput token{s.beta[input][thread], kDecay ? s.log_decay[input][thread] : 0.f};
-      c = hat_coefficients<kDecay>(a, token, square);
-    }
-    s.row_scale[thread] = c.erase;
-    s.column_scale[thread] = square > 0.f  ? rsqrtf(square)
-                             : a.qk_l2norm ? rsqrtf(square + 1e-6f)
-                                           : 1.f;
-    scalars.write[thread] = c.write;
-    if constexpr (kDecay) {  // inclusive sums, each warp over its own 32 tokens
-      float sum = c.log_gate;
+    for (int i = 0; i < 4; ++i) {
+      const int j = j1 + i, c = 8 * j + t4;
+      if (j < 2 * warp) continue;
 #pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const float other = __shfl_up_sync(0xffffffffu, sum, offset);
-        if (thread % 32 >= offset) sum += other;
+      for (int h = 0; h < 2; ++h) {
+        const int r = row + 8 * h;
+        float x = scale[h] * query[i].x * kq[4 * j + 2 * h];
+        float y = scale[h] * query[i].y * kq[4 * j + 2 * h + 1];
+        if constexpr (kDecay) {
+          x *= __expf(gate[i].x - sum[h]), y *= __expf(gate[i].y - sum[h]);
+        }
+        *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) =
+            pack<T>(c < r ? 0.f : x, c + 1 < r ? 0.f : y);
       }
-      s.half_gate[thread] = sum;
-    } else {
-      scalars.erase[thread] = c.erase;
-      scalars.key_out[thread] = s.column_scale[thread];
-      if (thread == 0) scalars.gate = 1.f;
     }
-  } else if constexpr (kScores) {
-    float scale = a.scale;
-    if (a.qk_l2norm) scale *= rsqrtf(square_of_row<T>(q, kK / 64, thread - kC) + 1e-6f);
-    s.query_scale[thread - kC] = scale;
-    if constexpr (!kDecay) scalars.query[thread - kC] = scale;
-  }
-  sync_prepare();
-  if constexpr (!kDecay) return;
-  if (thread < kC) {
-    const float half = s.half_gate[31], total = half + s.half_gate[63];
-    const float sum = s.half_gate[thread] + (thread >= 32 ? half : 0.f);
-    s.cumulative[thread] = sum;
-    scalars.erase[thread] = c.erase * expf(sum);
-    if constexpr (kScores) scalars.query[thread] = s.query_scale[thread] * expf(sum);
-    scalars.key_out[thread] = s.column_scale[thread] * expf(total - sum);
-    if (thread == 0) scalars.gate = expf(total);
-  }
-  sync_prepare();
-}
-
-// The chunk's part before the inverse: from kk = K K^T to the scalars and L_hat in the scratch, and
-// (kScores) kq = K Q^T.
-template <typename T, int kK, bool kErase, bool kDecay, bool kScores>
-__device__ __forceinline__ void prepare_chunk(const ChunkArgs& a, PrepareScratch& s,
-                                              float (&kk)[32], float (&kq)[32], unsigned char* k,
-                                              const unsigned char* q, ChunkScalars& scalars,
-                                              int input, int tokens, int thread) {
-  // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
-  while (sync_threads_or(kPrepareBarrier, kWarpgroup, store_squares(s, kk, thread)) &&
-         (a.qk_l2norm || key_overflows(a.rule, HUGE_VALF))) {
-    if (thread < tokens && s.square[thread] > FLT_MAX) zero_row(k, kK / 64, thread);
-    fence_async_proxy();
-    sync_prepare();
-    multiply_keys<T, kK>(kk, k, k);
-    wait_products<0>();
-    pin(kk);
-  }
-  if constexpr (kScores) multiply_keys<T, kK>(kq, k, q);  // while the coefficients are made
-  make_scalars<T, kK, kDecay, kScores>(a, s, q, scalars, input, tokens, thread);
-  if constexpr (kErase) store_lower<kDecay>(s, kk, thread);
-  if constexpr (kScores) {
-    wait_products<0>();
-    pin(kq);
   }
 }
 

@@ -22,13 +22,15 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   using Shared = ScanShared<kK, kV, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
   // Above the diagonal the triangles stay zero.
+  for (int i = thread; i < static_cast<int>(sizeof(s.scratch.inverse)) / 16; i += kWarpgroup) {
+    reinterpret_cast<uint4*>(s.scratch.inverse)[i] = make_uint4(0, 0, 0, 0);
+  }
   for (int i = thread; i < static_cast<int>(sizeof(s.inverse)) / 16; i += kWarpgroup) {
     reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);
   }
   for (int i = thread; i < static_cast<int>(sizeof(s.scores)) / 16; i += kWarpgroup) {
     reinterpret_cast<uint4*>(s.scores)[i] = make_uint4(0, 0, 0, 0);
   }
-  for (int i = thread; i < kC * kPitch; i += kWarpgroup) s.scratch.inverse[0][i] = 0.f;
   Ring<Shared::kStages> ring;
   Ring<2> out;
   const int row = static_cast<int>(p.row), hv = p.hv;
@@ -52,41 +54,53 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   };
   if (left > 0) {
     start(min(kC, left));
+    wait_copies<0>();
     wait_products<0>();
     pin(kk);
   }
+  sync_prepare();
 #pragma unroll 1
   while (left > 0) {
     hide(thread);  // or the addresses of all that follows are kept across chunks, and spill
+    __builtin_assume(thread >= 0 && thread < kWarpgroup);
     const int i = ring.index, j = out.index, tokens = min(kC, left);
     left -= kC;
     token += kC;
-    wait_copies<0>();  // this chunk's token, which no other thread reads
-    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
     s.triangles_free[j].wait(out.round ^ 1);
     if (values && tokens < kC) {
       s.values_full[i].wait(ring.round);
       if (thread >= tokens && thread < kC) zero_row(s.v[i][0], kV / 64, thread);
     }
+    unsigned char* k = s.k[i][0];
+    const unsigned char* q = s.q[Shared::kScores ? i : 0][0];
+    const RowScalars rows = make_scalars<T, kK, kDecay, Shared::kScores>(
+        a, s.scratch, kk, k, q, s.scalars[j], j, tokens, thread);
     float kq[32];
-    if (Shared::kKeep && thread == 0) wait_stores_read<1>();  // those of the chunk before the last
-    prepare_chunk<T, kK, kErase, kDecay, Shared::kScores>(a, s.scratch, kk, kq, s.k[i][0],
-                                                          s.q[Shared::kScores ? i : 0][0],
-                                                          s.scalars[j], j, tokens, thread);
+    if constexpr (Shared::kScores) multiply_keys<T, kK>(kq, k, q);
+    // For the warps with the least of L_hat.
+    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
+    if constexpr (kErase) store_lower<kDecay>(s.scratch, rows, kk, thread);
+    if constexpr (Shared::kScores) {
+      wait_products<0>();
+      pin(kq);
+      store_scores<T, kDecay>(s.scratch, kq, s.scores[j], thread);
+    }
     ring.advance();
-    if constexpr (kErase) sync_prepare();
-    if (left > 0) start(min(kC, left));  // while the rest is made
-    const auto scores = [&] {
-      if constexpr (Shared::kScores) store_scores<T, kDecay>(s.scratch, kq, s.scores[j], thread);
+    wait_copies<0>();  // the next chunk's tokens are there behind the barrier
+    sync_prepare();
+    // The next chunk's K K^T runs while the rest of this one is made.
+    const auto begin_next = [&] {
+      if (left > 0) start(min(kC, left));
     };
     if constexpr (kErase) {
-      invert<T>(s.scratch, s.inverse[j], thread, scores);
+      invert<T>(s.scratch, s.inverse[j], thread, begin_next);
     } else {
-      scores();
+      begin_next();
     }
     fence_async_proxy();
     s.ready[j].arrive();
     if constexpr (Shared::kKeep) {
+      if (thread == 0) wait_stores_read<0>();  // those of the chunk before, whose buffers are next
       sync_prepare();
       if (thread == 0) {
         constexpr int kTile = Shared::kTile;
@@ -198,9 +212,9 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 #pragma unroll
   for (int i = 0; i < kK / 16; ++i) pack_step<T>(packed[i], &state[8 * i]);
 
-  // Rounds o of chunk c, in buffer i, into v's place and sends it off.
+  // Rounds o into v's place in buffer i; then sends it off as that of chunk c.
   float r[32], o[32];
-  const auto store_output = [&](int c, int i) {
+  const auto round_output = [&](int i) {
     const uint32_t tile = shared_address(s.v[i][group]) + lane_offset;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -208,6 +222,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       pack_step<T>(x, &o[8 * n]);
       stmatrix_x4_transposed(tile + n * 16 * 128, x);
     }
+  };
+  const auto send_output = [&](int c, int i) {
     fence_async_proxy();
     sync_threads(2 + group, kWarpgroup);
     const int64_t token = p.begin + int64_t{c} * kC;
@@ -253,9 +269,10 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
     }
     if constexpr (kOutput) {
-      if (c > 0) store_output(c - 1, previous);  // while the product runs
+      if (c > 0) round_output(previous);  // while the product runs
       fence_products();
       multiply_state<T, kK>(o, packed, s.q[i]);
+      if (c > 0) send_output(c - 1, previous);
     }
     wait_products<0>();
     pin(r);
@@ -352,8 +369,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     ring.advance();
     triangles.advance();
   }
-  if (kOutput && chunks > 0) store_output(chunks - 1, previous);
   if constexpr (kOutput) {
+    if (chunks > 0) {
+      round_output(previous);
+      send_output(chunks - 1, previous);
+    }
     if (thread == 0) wait_stores<0>();
     if (a.final_state && p.last) {
       float* to = a.final_state + (p.sequence * a.value_heads + p.hv) * state_size;

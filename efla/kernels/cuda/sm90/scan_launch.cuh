@@ -106,8 +106,8 @@ extern template cudaError_t launch_scan<__nv_bfloat16>(const ScanMaps&, const Sc
 extern template cudaError_t launch_scan<__half>(const ScanMaps&, const ScanArgs&, const ScanPlan&,
                                                 float*, cudaStream_t);
 // In the files of launch_scan.
-#define EFLA_SQUARE_PART_STATES(EXTERN, T, DIM)                                        \
-  EXTERN template cudaError_t launch_square_part_states<T, DIM>(                       \
+#define EFLA_SQUARE_PART_STATES(EXTERN, T, DIM)                  \
+  EXTERN template cudaError_t launch_square_part_states<T, DIM>( \
       const ScanMaps&, const ScanArgs&, const ScanPlan&, float*, cudaStream_t);
 EFLA_SQUARE_PART_STATES(extern, __nv_bfloat16, 64)
 EFLA_SQUARE_PART_STATES(extern, __nv_bfloat16, 128)
