@@ -45,34 +45,36 @@ struct BackwardShared {
   static constexpr int kTiles = kDim / 64;  // across K or V; warpgroups of the chain, too
   static constexpr int kTile = kC * 128;
   static constexpr int kStages = kAdvance ? 3 : 2;  // of k, q
-  static constexpr int kOthers = kAdvance ? 2 : 1;  // of dO, of the triangles and scalars
+  // Of dO, the triangles and scalars; and of U, S, dS, dR: with two the chain may be a chunk ahead.
+  static constexpr int kOthers = kAdvance || kDim == 64 ? 2 : 1;
+  static constexpr int kKept = kAdvance ? 1 : kOthers;
   static constexpr int kRest = kAdvance ? 8 : kTile;
 
   unsigned char k[kStages][kTiles][kTile], q[kStages][kTiles][kTile];
   unsigned char grad_o[kOthers][kTiles][kTile];                   // later dQ
   unsigned char inverse[kOthers][kTile], scores[kOthers][kTile];  // A_hat, P_hat^T
-  unsigned char grad_state[kTiles][kTiles][kTile];  // dS^T after the chunk, [of V][of K]
-  unsigned char state[kTiles][kTiles][kRest];       // S^T before it
-  unsigned char u[kTiles][kRest], grad_r[kTiles][kRest];
+  unsigned char grad_state[kKept][kTiles][kTiles][kTile];  // dS^T after the chunk, [of V][of K]
+  unsigned char state[kKept][kTiles][kTiles][kRest];       // S^T before it
+  unsigned char u[kKept][kTiles][kRest], grad_r[kKept][kTiles][kRest];
   unsigned char pairs[2][kRest];  // C x C operands of dQ and dK, later dK
   ChunkScalars scalars[kOthers];  // of the forward walk
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
-  float write_dot[kTiles][kC];     // dR.v by tile of V
-  float halves[3 * kScalarWarps];  // parts of sums over tokens, by warp
+  float write_dot[kKept][kTiles][kC];  // dR.v by tile of V
+  float halves[3 * kScalarWarps];      // parts of sums over tokens, by warp
 
   Place place;  // of the block; here, and not in registers, where it would spill
 
   Barrier tokens_full[kStages], tokens_free[kStages];  // k, q
   Barrier grad_o_full[kOthers], grad_o_free[kOthers];
-  Barrier grad_o_read;                                       // by the chain
+  Barrier grad_o_read[kKept];                                // by the chain
   Barrier triangles_full[kOthers], triangles_free[kOthers];  // inverse, scores, scalars
-  Barrier u_full, u_free;
-  Barrier state_full, state_free;
-  Barrier grad_state_full, grad_state_free;
-  Barrier grad_r_full, grad_r_free;
+  Barrier u_full[kKept], u_free[kKept];
+  Barrier state_full[kKept], state_free[kKept];
+  Barrier grad_state_full[kKept], grad_state_free[kKept];
+  Barrier grad_r_full[kKept], grad_r_free[kKept];
   Barrier factors_full[2], factors_free[2];
-  Barrier sums_full, write_dot_full, diagonal_full;
+  Barrier sums_full, write_dot_full[kKept], diagonal_full;
   Barrier cleared;  // zeros in place of what lies behind the sequence
 };
 

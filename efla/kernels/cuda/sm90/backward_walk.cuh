@@ -56,15 +56,17 @@ __device__ __forceinline__ void feed_kept(const BackwardMaps& maps, const ChunkA
     load_bytes(&s.scalars[i], a.scalars + place * kScalarRows * kC, sizeof(ChunkScalars), full);
     if constexpr (!kAdvance) {
       const int wide = static_cast<int>(place);
-      s.state_free.wait(ring.round ^ 1);
-      s.state_full.arrive_expecting(kTiles * kTiles * kTile);
+      s.state_free[i].wait(ring.round ^ 1);
+      s.state_full[i].arrive_expecting(kTiles * kTiles * kTile);
       for (int j = 0; j < kTiles * kTiles; ++j) {
-        load_box(s.state[j / kTiles][j % kTiles], maps.state, s.state_full, j % kTiles * 64, 0,
-                 wide * kDim + j / kTiles * 64, 0);
+        load_box(s.state[i][j / kTiles][j % kTiles], maps.state, s.state_full[i], j % kTiles * 64,
+                 0, wide * kDim + j / kTiles * 64, 0);
       }
-      s.u_free.wait(ring.round ^ 1);
-      s.u_full.arrive_expecting(kTiles * kTile);
-      for (int j = 0; j < kTiles; ++j) load_box(s.u[j], maps.u, s.u_full, 64 * j, 0, wide * kC, 0);
+      s.u_free[i].wait(ring.round ^ 1);
+      s.u_full[i].arrive_expecting(kTiles * kTile);
+      for (int j = 0; j < kTiles; ++j) {
+        load_box(s.u[i][j], maps.u, s.u_full[i], 64 * j, 0, wide * kC, 0);
+      }
     }
   }
 }
@@ -87,13 +89,15 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
   for (int i = 0; i < 2; ++i) {
     s.factors_full[i].init(32 * kScalarWarps), s.factors_free[i].init(kWarpgroup);
   }
-  s.u_full.init(1), s.u_free.init(4);
-  s.state_full.init(1), s.state_free.init(4 + kDots);
-  s.grad_state_full.init(kChain), s.grad_state_free.init(4 + kDots);
-  s.grad_r_full.init(kChain), s.grad_r_free.init(4 + 32 * kScalarWarps);
-  s.write_dot_full.init(kChain);
+  for (int i = 0; i < Shared::kKept; ++i) {
+    s.u_full[i].init(1), s.u_free[i].init(4);
+    s.state_full[i].init(1), s.state_free[i].init(4 + kDots);
+    s.grad_state_full[i].init(kChain), s.grad_state_free[i].init(4 + kDots);
+    s.grad_r_full[i].init(kChain), s.grad_r_free[i].init(4 + 32 * kScalarWarps);
+    s.write_dot_full[i].init(kChain);
+  }
   s.sums_full.init(kWarpgroup), s.diagonal_full.init(32 * kScalarWarps);
-  s.grad_o_read.init(kChainWarps);
+  for (int i = 0; i < Shared::kKept; ++i) s.grad_o_read[i].init(kChainWarps);
   s.cleared.init(kChain);
   fence_barrier_init();
 }

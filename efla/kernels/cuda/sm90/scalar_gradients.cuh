@@ -86,9 +86,9 @@ struct ScalarGradients {
   }
 
   // <S, dS> of the states on both sides of the chunk, this thread's part.
-  __device__ __forceinline__ float state_product() const {
-    const auto* x = reinterpret_cast<const uint4*>(s.state);
-    const auto* y = reinterpret_cast<const uint4*>(s.grad_state);
+  __device__ __forceinline__ float state_product(int kept) const {
+    const auto* x = reinterpret_cast<const uint4*>(s.state[kept]);
+    const auto* y = reinterpret_cast<const uint4*>(s.grad_state[kept]);
     float sum = 0.f;
 #pragma unroll 4
     for (int i = t; i < kDim * kDim / 8; i += 32 * kScalarWarps) sum += dot<T>(x[i], y[i]);
@@ -158,7 +158,8 @@ struct ScalarGradients {
     Token token = prepare(0);
 #pragma unroll 1
     for (int step = 0; step < chunks_of(p); ++step) {
-      const uint32_t round = step & 1;
+      const uint32_t round = step & 1, kept_round = step / Shared::kKept & 1;
+      const int kept = step % Shared::kKept;
       hide(t);  // or addresses are kept across chunks, and spill
       // The next chunk's factors first: this one's sums are a while in coming.
       Token next{};
@@ -166,17 +167,17 @@ struct ScalarGradients {
       const int chunk = reversed(chunks_of(p), step);
       float states = 0.f;
       if constexpr (kDecay) {
-        s.state_full.wait(round);
-        s.grad_state_full.wait(round);
-        states = state_product();
-        s.state_free.arrive();
-        s.grad_state_free.arrive();
+        s.state_full[kept].wait(kept_round);
+        s.grad_state_full[kept].wait(kept_round);
+        states = state_product(kept);
+        s.state_free[kept].arrive();
+        s.grad_state_free[kept].arrive();
       }
-      s.write_dot_full.wait(round);
-      float write_dot = s.write_dot[0][t];
+      s.write_dot_full[kept].wait(kept_round);
+      float write_dot = s.write_dot[kept][0][t];
 #pragma unroll
-      for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[n][t];
-      s.grad_r_free.arrive();  // write_dot is free, too
+      for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[kept][n][t];
+      s.grad_r_free[kept].arrive();  // write_dot is free, too
       s.sums_full.wait(round);
       finish(token, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk), write_dot, states);
       token = next;

@@ -99,28 +99,29 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   for (int step = 0; step < chunks; ++step) {
     const int i = ring.index, j = others.index;
     const ChunkScalars& scalars = s.scalars[j];
-    const uint32_t round = step & 1;
+    const int kept = kAdvance ? 0 : j;
+    const uint32_t round = Shared::kOthers == 1 ? step & 1 : others.round;
     s.tokens_full[i].wait(ring.round);
     if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
       clear_slack(s, tokens_of(p, reversed(chunks, 0)));
     }
-    if constexpr (!kAdvance) s.grad_state_free.wait(round ^ 1);
+    if constexpr (!kAdvance) s.grad_state_free[kept].wait(round ^ 1);
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       uint32_t x[4];
       pack_step<T>(x, &state[8 * n]);
-      stmatrix_x4(shared_address(s.grad_state[group][n / 4]) +
+      stmatrix_x4(shared_address(s.grad_state[kept][group][n / 4]) +
                       tile_offset(16 * warp + lane % 16, n % 4 * 16 + lane / 16 * 8),
                   x);
     }
     fence_async_proxy();
-    if constexpr (!kAdvance) s.grad_state_full.arrive();
+    if constexpr (!kAdvance) s.grad_state_full[kept].arrive();
     sync_threads(4 + group, kWarpgroup);
     float u[32];
     fence_products();
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
-      product_shared<T>(u, describe_rows(s.grad_state[group][n / 4]) + n % 4 * 2,
+      product_shared<T>(u, describe_rows(s.grad_state[kept][group][n / 4]) + n % 4 * 2,
                         describe_rows(s.k[i][n / 4]) + n % 4 * 2, n > 0);
     }
     commit_products();
@@ -131,7 +132,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       ldmatrix_x4_transposed(grad_o[n],
                              shared_address(s.grad_o[j][group]) + lane_offset + n * 16 * 128);
     }
-    arrive_warp(kAdvance ? s.grad_o_free[j] : s.grad_o_read);
+    arrive_warp(kAdvance ? s.grad_o_free[j] : s.grad_o_read[kept]);
     s.triangles_full[j].wait(others.round);
     wait_products<0>();
     pin(u);
@@ -177,14 +178,15 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       pin(u);
     }
     if constexpr (!kAdvance) {
-      s.grad_r_free.wait(round ^ 1);
+      s.grad_r_free[kept].wait(round ^ 1);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         pack_step<T>(r[n], &u[8 * n]);
-        stmatrix_x4_transposed(shared_address(s.grad_r[group]) + lane_offset + n * 16 * 128, r[n]);
+        stmatrix_x4_transposed(shared_address(s.grad_r[kept][group]) + lane_offset + n * 16 * 128,
+                               r[n]);
       }
       fence_async_proxy();
-      s.grad_r_full.arrive();
+      s.grad_r_full[kept].arrive();
     }
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -206,9 +208,9 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     if constexpr (!kAdvance) {  // while the products run
       const int chunk = reversed(chunks, step);
       sync_threads(4 + group, kWarpgroup);
-      value_gradients<T>(a, p, s.grad_r[group], scalars.write, s.write_dot[group], column,
-                         p.begin + int64_t{chunk} * kC, tokens_of(p, chunk));
-      s.write_dot_full.arrive();
+      value_gradients<T>(a, p, s.grad_r[kept][group], scalars.write, s.write_dot[kept][group],
+                         column, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk));
+      s.write_dot_full[kept].arrive();
     }
     s.triangles_free[j].arrive();  // each thread has read scalars
     wait_products<0>();

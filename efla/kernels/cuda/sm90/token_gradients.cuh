@@ -37,12 +37,15 @@ __device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
 
 template <typename T, int kDim, bool kErase, bool kDecay>
 struct TokenGradients {
-  static constexpr int kTiles = kDim / 64;
+  static constexpr int kTiles = kDim / 64, kKept = GradientShared<kDim>::kKept;
   const BackwardMaps& maps;
   const ChunkArgs& a;
   GradientShared<kDim>& s;
   const Place& p;
-  const int warp, lane;                   // of this warpgroup
+  const int warp, lane;           // of this warpgroup
+  const int step;                 // of the walk
+  const int kept = step % kKept;  // buffer of dO, U, S, dS, dR
+  const uint32_t kept_round = step / kKept & 1;
   const int row0 = 16 * warp + lane / 4;  // of accumulators; and row0 + 8
   const int t4 = lane % 4 * 2;
 
@@ -260,13 +263,12 @@ struct TokenGradients {
   // What needs no dR: the operands of dP, and dQ.
   __device__ __forceinline__ void query_gradients(const Tile* k, const Tile* q,
                                                   const TokenFactors& f, int64_t begin, int tokens,
-                                                  uint32_t round, int buffer,
-                                                  uint32_t buffer_round) {
+                                                  int buffer, uint32_t buffer_round) {
     {
       float pair[32], gram[32];
-      s.u_full.wait(round);
+      s.u_full[kept].wait(kept_round);
       fence_products();
-      multiply_rows(pair, s.grad_o[0], s.u);
+      multiply_rows(pair, s.grad_o[kept], s.u[kept]);
       if constexpr (kDecay) multiply_rows(gram, q, k);
       commit_products();
       wait_products<0>();
@@ -279,8 +281,8 @@ struct TokenGradients {
     }
     sync();
     float d[kDim / 2];
-    s.state_full.wait(round);
-    multiply_state(d, s.grad_o[0], s.state, false);
+    s.state_full[kept].wait(kept_round);
+    multiply_state(d, s.grad_o[kept], s.state[kept], false);
     if constexpr (kDecay) {
       wait_products<0>();
       pin(d);
@@ -295,9 +297,9 @@ struct TokenGradients {
     const float scale[2] = {f.query[row0], f.query[row0 + 8]};  // a.scale without l2norm
     scale_rows(d, scale[0], scale[1]);
     if (a.qk_l2norm) through_l2norm(d, q, scale[0] / a.scale, scale[1] / a.scale);
-    s.grad_o_read.wait(round);
+    s.grad_o_read[kept].wait(kept_round);
     sync();  // all have read s.grad_o and s.pairs[0]
-    store_rows(a.grad_q, maps.grad_q, s.grad_o[0], d, begin, tokens);
+    store_rows(a.grad_q, maps.grad_q, s.grad_o[kept], d, begin, tokens);
   }
 
   // d (+)= (x U) dS^T, U's rows scaled on the way to the registers.
@@ -310,7 +312,7 @@ struct TokenGradients {
       uint32_t x[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        ldmatrix_x4_plain(x[i], shared_address(s.u[i0 / 4]) +
+        ldmatrix_x4_plain(x[i], shared_address(s.u[kept][i0 / 4]) +
                                     tile_offset(16 * warp + lane % 16, i * 16 + lane / 16 * 8));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -321,7 +323,8 @@ struct TokenGradients {
       fence_products();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        product_columns<T>(d, x[i], describe_columns(s.grad_state[i0 / 4][0], kC * 128) + 128 * i,
+        product_columns<T>(d, x[i],
+                           describe_columns(s.grad_state[kept][i0 / 4][0], kC * 128) + 128 * i,
                            add || i0 + i > 0);
       }
       commit_products();
@@ -339,28 +342,28 @@ struct TokenGradients {
         float pair[32], gram[32];
         fence_products();
         multiply_rows(gram, k, k);
-        s.grad_r_full.wait(round);
+        s.grad_r_full[kept].wait(kept_round);
         fence_products();
-        multiply_rows(pair, s.grad_r, s.u);
+        multiply_rows(pair, s.grad_r[kept], s.u[kept]);
         commit_products();
         wait_products<0>();
         pin(pair);
         pin(gram);
         make_operands<false>(pair, gram, f);
       }
-      multiply_state(d, s.grad_r, s.state, false);
+      multiply_state(d, s.grad_r[kept], s.state[kept], false);
       wait_products<0>();
       pin(d);
       zk = row_dots(d, k);
       keep_sums(s.sums.zk, zk.x, zk.y);
       scale_rows(d, f.z[row0], f.z[row0 + 8]);
     } else {
-      s.grad_r_full.wait(round);
+      s.grad_r_full[kept].wait(kept_round);
     }
-    if (stores_left()) s.grad_o_free[0].arrive();
-    arrive_warp(s.grad_r_free);
-    arrive_warp(s.state_free);
-    s.grad_state_full.wait(round);
+    if (stores_left()) s.grad_o_free[kept].arrive();
+    arrive_warp(s.grad_r_free[kept]);
+    arrive_warp(s.state_free[kept]);
+    s.grad_state_full[kept].wait(kept_round);
     if constexpr (kDecay) {
       add_scaled_writes(d, f, kErase);
       const float2 all = row_dots(d, k);
@@ -369,12 +372,12 @@ struct TokenGradients {
     } else {
       s.sums_full.arrive();
       pin(d);
-      multiply_state(d, s.u, s.grad_state, kErase);
+      multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
     }
     add_square(d, s.pairs[1], q);
     wait_products<1>();
-    arrive_warp(s.u_free);
-    arrive_warp(s.grad_state_free);
+    arrive_warp(s.u_free[kept]);
+    arrive_warp(s.grad_state_free[kept]);
     if constexpr (kErase) {
       s.diagonal_full.wait(round);  // so the rest of s.pairs[0] is there, too
       add_square(d, s.pairs[0], k);
@@ -393,6 +396,7 @@ template <typename T, int kDim, bool kErase, bool kDecay>
 __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const ChunkArgs& a,
                                             GradientShared<kDim>& s, const Place& p) {
   using Gradients = TokenGradients<T, kDim, kErase, kDecay>;
+  constexpr int kKept = GradientShared<kDim>::kKept;
   static_assert(GradientShared<kDim>::kStages == 2);
   int thread = threadIdx.x % kWarpgroup;
   // One counter and no more: what lives across chunks spills.
@@ -402,19 +406,19 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
       const int stage = step % 2, chunk = reversed(chunks_of(p), step),
                 tokens = tokens_of(p, chunk);
       s.tokens_full[stage].wait(step / 2 & 1);
-      s.grad_o_full[0].wait(step & 1);
+      s.grad_o_full[step % kKept].wait(step / kKept & 1);
       if (tokens < kC) s.cleared.wait(0);
       hide(thread);
-      Gradients{maps, a, s, p, thread / 32, thread % 32}.query_gradients(
-          s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens, step & 1,
-          stage, step / 2 & 1);
+      Gradients{maps, a, s, p, thread / 32, thread % 32, step}.query_gradients(
+          s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens, stage,
+          step / 2 & 1);
     }
     hide(thread);
     hide(step);
     {
       const int stage = step % 2, chunk = reversed(chunks_of(p), step),
                 tokens = tokens_of(p, chunk);
-      Gradients{maps, a, s, p, thread / 32, thread % 32}.key_gradients(
+      Gradients{maps, a, s, p, thread / 32, thread % 32, step}.key_gradients(
           s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens,
           step & 1);
       arrive_warp(s.tokens_free[stage]);
