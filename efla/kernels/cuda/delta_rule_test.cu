@@ -54,6 +54,12 @@ std::vector<Case> cases() {
   };
   all.push_back({"ZeroKeys", 1, 200, 1, 2, 128, 128});
   all.back().zero_keys = true;
+  all.push_back({"LongKeys", 1, 200, 1, 2, 128, 128});
+  all.back().long_keys = true;
+  all.push_back({"LongKeysDecay", 2, 100, 2, 2, 60, 100, Rule::kExactLog, true});
+  all.back().long_keys = true;
+  all.push_back({"LongKeysNorm", 1, 130, 1, 1, 64, 64, Rule::kEuler, false, true});
+  all.back().long_keys = true;
   for (const auto& [name, rule] : kNamedRules) {
     const bool rk = rule == Rule::kRk2 || rule == Rule::kRk4;
     all.push_back({std::string("Rule") + name, 1, 150, 2, 2, 64, 64, rule, false, true});

@@ -30,6 +30,7 @@ struct Case {
   double log_norm_spread = 1.0;  // key norms are e^uniform(-spread, spread)
   double slack = 1.0;      // on 16-bit tolerances, where few numbers do not average their roundings
   bool zero_keys = false;  // every fifth
+  bool long_keys = false;  // every seventh: 1e10 to 1e38 times as long (half: 100)
 };
 
 inline const std::pair<const char*, Rule> kNamedRules[] = {
@@ -120,7 +121,11 @@ void make(const Case& c, Setup<T>& s) {
   fill(r.k, rows * c.heads * c.key_dim);
   for (int64_t i = 0; i < rows * c.heads; ++i) {
     const double target = std::exp(c.log_norm_spread * (2 * uniform(rng) - 1));
-    const double factor = c.zero_keys && i % 5 == 2 ? 0.0 : target / std::sqrt(c.key_dim);
+    double factor = c.zero_keys && i % 5 == 2 ? 0.0 : target / std::sqrt(c.key_dim);
+    if (c.long_keys && i % 7 == 3) {
+      constexpr double kLengths[] = {1e10, 1e19, 1e25, 1e38};
+      factor *= std::is_same_v<T, __half> ? 100.0 : kLengths[i / 7 % 4];
+    }
     for (int64_t d = 0; d < c.key_dim; ++d) r.k[i * c.key_dim + d] *= factor;
   }
   fill(r.v, rows * c.value_heads * c.value_dim);

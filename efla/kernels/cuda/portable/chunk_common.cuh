@@ -12,14 +12,19 @@ namespace efla::cuda {
 // Per-token scalars that `prepare` leaves for the scans, each a row of C floats per chunk and head.
 // They are those of the normalised keys k_hat = k / |k| with erase e_hat = e |k|^2 and write w_hat
 // = w |k|, folded so that the scans multiply the keys as stored (docs/kernels.md, "Normalised
-// keys").
+// keys"). Stored means: long keys, and with l2 normalisation long queries, over a power of two
+// (long_key.h).
 enum ScalarRow : int {
   kEraseIn = 0,  // e_hat Gamma / |k|: multiplies K S
   kWrite,        // w |k|: multiplies V
   kQueryGate,    // scale Gamma, over kQueryOut: multiplies Q S
   kKeyOut,       // exp(G_C - G) / |k|: multiplies U in the state update
-  kChunkGate,    // element 0: Gamma_C; 1: power of two by which A_hat is stored too small
+  kChunkGate,    // element 0: Gamma_C; 1: power of two by which A_hat is stored too small; 2: not 0
+                 // if a row of the chunk is long
   kQueryOut,     // power of two by which P_hat is stored too small: multiplies (Q S + P U)
+  kScanRows,     // the scans load the rows above; those below they read where a row is long
+  kKeyUnit = kScanRows,  // the power of two of each key
+  kQueryUnit,
   kScalarRows
 };
 

@@ -291,8 +291,8 @@ struct GradientBlock {
       for (float part : s.state_dot) states += part;
       grad_gate += exp_gate(w.total) * states;
       const bool has_decay = a.log_decay.data != nullptr;
-      const auto g = step_coefficients_backward(
-          a.rule, w.beta[t], w.lambda[t], has_decay, w.log_decay[t],
+      const auto g = key_coefficients_backward(
+          a.rule, w.beta[t], w.lambda[t], rule_unit(a, w, t), has_decay, w.log_decay[t],
           {static_cast<float>(grad_gate), grad_erase, w.norm[t] * s.write_dot[t]});
       s.k_factor[t] = 2.f * g.lambda * w.key_scale[t];
       if (t < chunk.tokens) {
@@ -396,6 +396,20 @@ struct GradientBlock {
     }
   }
 
+  // dQ and dK of long rows, from those of the rows as stored.
+  __device__ void lengthen() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int t = row(2 * half);
+      const float key = 1.f / s.scalars.key_unit[t], query = 1.f / s.scalars.query_unit[t];
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+        for (int j = 2 * half; j < 2 * half + 2; ++j) y[n][j] *= query, z[n][j] *= key;
+      }
+    }
+  }
+
   template <typename Out>
   __device__ void store_rows(const MutableView& view, int head,
                              const float (&m)[kColumns / 8][4]) const {
@@ -444,6 +458,7 @@ __global__ void __launch_bounds__(kGradientThreads<kC>) chunk_gradients_kernel(c
   __syncthreads();
   block.finish_qk();
   if (a.qk_l2norm) block.through_l2norm();
+  if constexpr (!std::is_same_v<T, __half>) block.lengthen();
   if (group > 1) {  // parts per value head, summed by another kernel
     block.template store_rows<float>(a.grad_q, hv, block.y);
     block.template store_rows<float>(a.grad_k, hv, block.z);

@@ -93,10 +93,12 @@ __device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1])
   }
 }
 
-// The rows of ScalarRow, from the tokens' scalars.
+// The rows of ScalarRow, from the tokens' scalars. Called by the whole block.
 template <typename T, int kC, typename G>
 __device__ void write_scalar_rows(const TokenScalars<kC, G>& s, float* rows) {
   const int t = threadIdx.x;
+  const bool long_row = t < kC && (s.key_unit[t] != 1.f || s.query_unit[t] != 1.f);
+  const bool any_long = !std::is_same_v<T, __half> && __syncthreads_or(long_row);
   if (t >= kC) return;
   const float gamma = exp_gate(s.cumulative[t]);
   rows[kEraseIn * kC + t] = s.erase[t] * s.norm[t] * s.key_scale[t] * gamma;
@@ -105,7 +107,12 @@ __device__ void write_scalar_rows(const TokenScalars<kC, G>& s, float* rows) {
   rows[kQueryGate * kC + t] = s.query[t] * range.up * gamma;
   rows[kQueryOut * kC + t] = range.down;
   rows[kKeyOut * kC + t] = exp_gate(s.total - s.cumulative[t]) * s.inverse_norm[t];
-  if (t == 0) rows[kChunkGate * kC] = exp_gate(s.total);
+  rows[kKeyUnit * kC + t] = s.key_unit[t];
+  rows[kQueryUnit * kC + t] = s.query_unit[t];
+  if (t == 0) {
+    rows[kChunkGate * kC] = exp_gate(s.total);
+    rows[kChunkGate * kC + 2] = any_long ? 1.f : 0.f;
+  }
 }
 
 // A_hat is stored as it is unless it leaves half's range, as it does where a rule's steps expand

@@ -29,8 +29,8 @@ __device__ void load_reverse_stage(const ChunkArgs& a, ScanStage<T, kK, kC, kWar
                     kC, kC, kC, true);
   load_tile<kC, kC>(s.scores, kC + kTilePad, static_cast<const S*>(a.scores) + place * kC * kC, kC,
                     kC, kC, true);
-  load_tile<kScalarRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC, kScalarRows,
-                             kC, true);
+  load_tile<kScanRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC, kScanRows, kC,
+                           true);
   commit_copies();
 }
 
@@ -131,6 +131,7 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_reverse_kernel(const ChunkA
     }
     __syncthreads();
     const int64_t place = (p.slot + c) * a.value_heads + p.hv;
+    shorten_rows<true>(a, stage, place);
     const int64_t warp_column = p.column0 + threadIdx.x / 32 * 16;
     store_state_rows<T, kK>(static_cast<T*>(a.grad_states) + (place * a.columns + warp_column) * kK,
                             state);

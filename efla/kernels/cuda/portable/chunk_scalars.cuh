@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "efla/flow/long_key.h"
 #include "efla/kernels/cuda/portable/chunk_common.cuh"
 
 namespace efla::cuda {
@@ -17,12 +18,15 @@ __device__ __forceinline__ float exp_gate(G x) {
   return expf(static_cast<float>(x));
 }
 
-// The keys are used as k_hat = inverse_norm * k (k as stored). Any positive scale would do in its
-// place (docs/kernels.md, "Normalised keys"), so a zero key takes 1.
+// The keys are used as k_hat = inverse_norm * k (k as stored in the tile, a long one over
+// key_unit). Any positive scale would do in its place (docs/kernels.md, "Normalised keys"), so a
+// zero key takes 1.
 template <int kC, typename G = float>
 struct TokenScalars {
   float beta[kC];
   float log_decay[kC];
+  float key_unit[kC];      // the key over the tile's row: a power of two, 1 but for long keys
+  float query_unit[kC];    // the same of the query, with l2 normalisation only
   float lambda[kC];        // |k|^2 after the optional l2 normalisation
   float key_scale[kC];     // 1 / |k| of the optional l2 normalisation, else 1
   float inverse_norm[kC];  // k_hat / k
@@ -36,9 +40,42 @@ struct TokenScalars {
   G total;           // G_C
 };
 
-// Fills `s` from the tiles k and q [kC, kK]. Called by a whole block of at least kC threads.
+// The unit that the step rule sees: a normalised key has none.
+template <int kC, typename G>
+__device__ __forceinline__ float rule_unit(const ChunkArgs& a, const TokenScalars<kC, G>& s,
+                                           int t) {
+  return a.qk_l2norm ? 1.f : s.key_unit[t];
+}
+
+__device__ __forceinline__ float sum_warp(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// Divides a row of a tile, [kK], by a power of two near its largest element, which it returns;
+// `square` becomes that of what is left. Called by a warp. (Half has no long rows.)
+template <typename T, int kK>
+__device__ __forceinline__ float shorten_row(T* x, float& square) {
+  const int lane = threadIdx.x % 32;
+  float largest = 0.f;
+  for (int c = lane; c < kK; c += 32) largest = fmaxf(largest, fabsf(static_cast<float>(x[c])));
+  const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
+  const float unit = unit_of(__uint_as_float(bits));
+  float sum = 0.f;
+  for (int c = lane; c < kK; c += 32) {
+    const float y = static_cast<float>(x[c]) * (1.f / unit);
+    x[c] = T(y);
+    sum += y * y;
+  }
+  square = sum_warp(sum);
+  return unit;
+}
+
+// Fills `s` from the tiles k and q [kC, kK], whose long rows it shortens. Called by a whole block
+// of at least kC threads.
 template <typename T, int kK, int kC>
-__device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, const T* k, const T* q,
+__device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, T* k, T* q,
                              TokenScalars<kC, Gate<T>>& s) {
   constexpr int kPitch = kK + kTilePad;
   const int lane = threadIdx.x % 32;
@@ -51,16 +88,23 @@ __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, con
       kk += kx * kx;
       qq += qx * qx;
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      kk += __shfl_xor_sync(0xffffffffu, kk, offset);
-      qq += __shfl_xor_sync(0xffffffffu, qq, offset);
+    kk = sum_warp(kk), qq = sum_warp(qq);
+    float key_unit = 1.f, query_unit = 1.f;
+    if constexpr (!std::is_same_v<T, __half>) {
+      if (a.qk_l2norm ? is_long(kk) : is_long_key(a.rule, kk)) {
+        key_unit = shorten_row<T, kK>(k + r * kPitch, kk);
+      }
+      if (a.qk_l2norm && is_long(qq)) query_unit = shorten_row<T, kK>(q + r * kPitch, qq);
     }
     if (lane == 0) {
-      s.key_scale[r] = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
-      s.query[r] = a.scale * (a.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.f);
+      const float key_square = key_unit == 1.f ? kk + 1e-6f : kk;  // with l2 normalisation
+      const float query_square = query_unit == 1.f ? qq + 1e-6f : qq;
+      s.key_unit[r] = key_unit;
+      s.query_unit[r] = query_unit;
+      s.key_scale[r] = a.qk_l2norm ? rsqrtf(key_square) : 1.f;
+      s.query[r] = a.scale * (a.qk_l2norm ? rsqrtf(query_square) : 1.f);
       s.query_norm[r] = fabsf(s.query[r]) * sqrtf(qq);
-      s.lambda[r] = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
+      s.lambda[r] = a.qk_l2norm ? kk / key_square : kk;
       s.norm[r] = kk > 0.f ? sqrtf(s.lambda[r]) : 1.f;
       s.inverse_norm[r] = kk > 0.f ? rsqrtf(kk) : s.key_scale[r];
     }
@@ -74,7 +118,7 @@ __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, con
       const bool has_decay = a.log_decay.data != nullptr;
       beta = *element<float>(a.beta, chunk.row, chunk.begin + t, hv);
       if (has_decay) log_decay = *element<float>(a.log_decay, chunk.row, chunk.begin + t, hv);
-      c = step_coefficients(a.rule, beta, s.lambda[t], has_decay, log_decay);
+      c = key_coefficients(a.rule, beta, s.lambda[t], rule_unit(a, s, t), has_decay, log_decay);
     }
     s.beta[t] = beta;
     s.log_decay[t] = log_decay;

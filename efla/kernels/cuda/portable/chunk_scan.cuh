@@ -29,7 +29,7 @@ struct ScanStage {
   T v[kC * kValuePitch];  // later o
   Square<T> inverse[kC * (kC + kTilePad)];
   Square<T> scores[kC * (kC + kTilePad)];
-  float scalars[kScalarRows * kC];
+  float scalars[kScanRows * kC];
 };
 
 template <bool kKeep, typename T, int kK, int kC, int kWarps>
@@ -52,9 +52,34 @@ __device__ void load_stage(const ChunkArgs& a, ScanStage<T, kK, kC, kWarps>& s, 
     load_tile<kC, kC>(s.scores, kC + kTilePad, static_cast<const S*>(a.scores) + place * kC * kC,
                       kC, kC, kC, true);
   }
-  load_tile<kScalarRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC, kScalarRows,
-                             kC, true);
+  load_tile<kScanRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC, kScanRows, kC,
+                           true);
   commit_copies();
+}
+
+// Divides the rows of a tile [kC, kK] by their units. Called by the whole block; apart, so that
+// what hardly ever runs takes no registers of the scans.
+template <typename T, int kK, int kC>
+__device__ __noinline__ void divide_rows(T* tile, const float* units) {
+  for (int i = threadIdx.x; i < kC * kK; i += blockDim.x) {
+    T& x = tile[i / kK * (kK + kTilePad) + i % kK];
+    x = T(static_cast<float>(x) * (1.f / units[i / kK]));
+  }
+  __syncthreads();
+}
+
+// Long rows of the stage's k, and with kQueries q, as prepare stored them (half has none). Called
+// by the whole block once the stage is there.
+template <bool kQueries, typename T, int kK, int kC, int kWarps>
+__device__ __forceinline__ void shorten_rows(const ChunkArgs& a, ScanStage<T, kK, kC, kWarps>& s,
+                                             int64_t place) {
+  if constexpr (!std::is_same_v<T, __half>) {
+    if (__builtin_expect(s.scalars[kChunkGate * kC + 2] != 0.f, 0)) {
+      const float* units = a.scalars + (place * kScalarRows + kKeyUnit) * kC;
+      divide_rows<T, kK, kC>(s.k, units);
+      if constexpr (kQueries) divide_rows<T, kK, kC>(s.q, units + kC);
+    }
+  }
 }
 
 // C[16, kC] += X^T Y^T for a lower-triangular Y [kC, kC] in shared memory: column t needs rows
@@ -251,8 +276,9 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_scan_kernel(const ChunkArgs
       wait_copies<0>();
     }
     __syncthreads();
+    const int64_t place = (p.slot + c) * a.value_heads + p.hv;
+    shorten_rows<!kKeep>(a, stage, place);
     if constexpr (kKeep) {
-      const int64_t place = (p.slot + c) * a.value_heads + p.hv;
       const int64_t warp_column = p.column0 + threadIdx.x / 32 * 16;
       store_state_rows<T, kK>(static_cast<T*>(a.states) + (place * a.columns + warp_column) * kK,
                               state);

@@ -17,6 +17,7 @@
 
 #include <type_traits>
 
+#include "efla/flow/long_key.h"
 #include "efla/kernels/cuda/delta_rule.h"
 
 namespace efla::cuda {
@@ -64,9 +65,19 @@ struct Token {
   float log_decay;
 };
 
+// What one thread works on: elements of a row b of the tensors and of a value head.
+struct Place {
+  int64_t b;
+  int hv;
+  int row0, column0;  // the first
+  bool padding;
+};
+
 template <typename T, int kRows, int kVec, int kRowStride, bool kExact>
-__device__ __forceinline__ void load_token(const Args& a, int64_t b, int64_t t, int hv, int row0,
-                                           int column0, Token<kRows, kVec>& token) {
+__device__ __forceinline__ void load_token(const Args& a, const Place& p, int64_t t,
+                                           Token<kRows, kVec>& token) {
+  const int64_t b = p.b;
+  const int hv = p.hv, row0 = p.row0, column0 = p.column0;
   const int hk = hv / (a.value_heads / a.heads);
   const T* k = at<T>(a.k, b, t, hk);
   const T* q = at<T>(a.q, b, t, hk);
@@ -116,12 +127,140 @@ __device__ __forceinline__ void store_state(State* row, int column0, int value_d
   }
 }
 
+template <int kVec>
+inline constexpr int kSums = 2 * kVec + 3;  // S^T k and S^T q per column, then k.k, k.q, q.q
+
+// Two buffers for the warps' parts of the sums, so that one barrier per turn is enough.
+template <int kWarps, int kVec>
+struct Exchange {
+  float sums[2][kWarps][kColumnLanes][kSums<kVec>];
+};
+
+// The sums of a token over all rows. Called by the whole block; `turn` counts the calls.
+template <int kRows, int kWarps, int kVec>
+__device__ __forceinline__ void sum_token(const float (&s)[kRows][kVec],
+                                          const Token<kRows, kVec>& now,
+                                          Exchange<kWarps, kVec>& exchange, int64_t turn,
+                                          float (&sum)[kSums<kVec>]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column_lane = lane % kColumnLanes;
+#pragma unroll
+  for (int j = 0; j < kSums<kVec>; ++j) sum[j] = 0.f;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      sum[c] += s[i][c] * now.k[i];
+      sum[kVec + c] += s[i][c] * now.q[i];
+    }
+    sum[2 * kVec] += now.k[i] * now.k[i];
+    sum[2 * kVec + 1] += now.k[i] * now.q[i];
+    sum[2 * kVec + 2] += now.q[i] * now.q[i];
+  }
+#pragma unroll
+  for (int j = 0; j < kSums<kVec>; ++j) {
+    sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 8);
+    sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 16);
+  }
+  auto& buffer = exchange.sums[turn & 1];
+  if (lane < kColumnLanes) {
+#pragma unroll
+    for (int j = 0; j < kSums<kVec>; ++j) buffer[warp][column_lane][j] = sum[j];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < kSums<kVec>; ++j) {
+    sum[j] = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum[j] += buffer[w][column_lane][j];
+  }
+}
+
+// What a token needs beside its rows once they may have been divided (long_key.h).
+struct Units {
+  float k = 1.f, q = 1.f;
+};
+
+// The state after token t and its output, from its sums.
+template <typename T, int kRows, int kVec>
+__device__ __forceinline__ void finish_token(const Args& a, const Place& p, int64_t t,
+                                             const Token<kRows, kVec>& now,
+                                             const float (&sum)[kSums<kVec>], Units units,
+                                             float (&s)[kRows][kVec]) {
+  const auto inverse_norm = [&](float square, float unit) {
+    return a.qk_l2norm ? rsqrtf(unit == 1.f ? square + kL2Eps : square) : 1.f;
+  };
+  const float k_norm = inverse_norm(sum[2 * kVec], units.k);
+  const float q_norm = inverse_norm(sum[2 * kVec + 2], units.q) * a.scale;
+  const float lambda = sum[2 * kVec] * k_norm * k_norm;
+  const auto c = key_coefficients(a.rule, now.beta, lambda, a.qk_l2norm ? 1.f : units.k,
+                                  a.log_decay.data != nullptr, now.log_decay);
+  const float gamma = expf(c.log_gate);
+  const float kq = sum[2 * kVec + 1] * k_norm * q_norm;
+
+  float out[kVec], u[kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    u[j] = c.write * now.v[j] - gamma * c.erase * (sum[j] * k_norm);
+    out[j] = gamma * (sum[kVec + j] * q_norm) + kq * u[j];
+    u[j] *= k_norm;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) s[i][j] = gamma * s[i][j] + now.k[i] * u[j];
+  }
+  if (p.row0 == 0) {
+    T* o = static_cast<T*>(a.o.data) + p.b * a.o.batch + t * a.o.token + p.hv * a.o.head;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      if (p.column0 + j < a.value_dim) o[p.column0 + j] = T(p.padding ? 0.f : out[j]);
+    }
+  }
+}
+
+// Whether token t has a row that is too long: the same for all threads of the block, as the sums.
+template <int kVec>
+__device__ __forceinline__ bool has_long_row(const Args& a, const float (&sum)[kSums<kVec>]) {
+  if (a.qk_l2norm) return is_long(sum[2 * kVec]) || is_long(sum[2 * kVec + 2]);
+  return is_long_key(a.rule, sum[2 * kVec]);
+}
+
+// What a row must be divided by beside `unit`, a power of two near its length; 1: nothing, it is
+// not long. An infinite square takes two turns, the second of which has a finite one; a third would
+// mean that the row itself is infinite.
+__device__ __forceinline__ float excess(float square, float unit) {
+  if (!is_long(square)) return 1.f;
+  if (square > FLT_MAX) return unit > 1.f ? 1.f : 0x1p80f;
+  return fminf(unit_of(sqrtf(square)), 0x1p126f / unit);
+}
+
+// A token with a long row, after its first sums. Apart from the loop and with the state in local
+// memory, so that what hardly ever runs takes none of its registers. Returns the next turn.
+template <typename T, int kRows, int kWarps, int kVec, bool kExact>
+__device__ __noinline__ int64_t long_token(const Args& a, const Place& p, int64_t t,
+                                           Exchange<kWarps, kVec>& exchange, int64_t turn,
+                                           float (&sum)[kSums<kVec>], float (&s)[kRows][kVec]) {
+  Units units;
+  Token<kRows, kVec> now;
+  load_token<T, kRows, kVec, kWarps * kRowLanes, kExact>(a, p, t, now);
+  for (;;) {
+    const bool shorten_k = a.qk_l2norm || is_long_key(a.rule, sum[2 * kVec]);
+    const float k = shorten_k ? excess(sum[2 * kVec], units.k) : 1.f;
+    const float q = a.qk_l2norm ? excess(sum[2 * kVec + 2], units.q) : 1.f;
+    if (k == 1.f && q == 1.f) break;
+    units.k *= k, units.q *= q;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) now.k[i] *= 1.f / k, now.q[i] *= 1.f / q;
+    sum_token(s, now, exchange, turn++, sum);
+  }
+  finish_token<T>(a, p, t, now, sum, units, s);
+  return turn;
+}
+
 template <typename T, typename State, int kRows, int kWarps, int kVec, bool kExact>
-__global__ void __launch_bounds__(kWarps * 32) recurrent_kernel(const Args a) {
+__global__ void __launch_bounds__(kWarps * 32) recurrent_kernel(const __grid_constant__ Args a) {
   constexpr int kRowStride = kWarps * kRowLanes;
-  constexpr int kSums = 2 * kVec + 3;  // S^T k and S^T q per column, then k.k, k.q, q.q
-  // Two buffers, so that one barrier per token is enough.
-  __shared__ float exchange[2][kWarps][kColumnLanes][kSums];
+  __shared__ Exchange<kWarps, kVec> exchange;
 
   const int64_t sequence = blockIdx.x / (a.value_heads * a.column_tiles);
   const int hv = (blockIdx.x / a.column_tiles) % a.value_heads;
@@ -137,6 +276,7 @@ __global__ void __launch_bounds__(kWarps * 32) recurrent_kernel(const Args a) {
   const int64_t slot = a.state_indices ? a.state_indices[sequence] : sequence;
   const bool padding = a.state_indices && (slot < 0 || slot >= a.pool_size);
   const int64_t state_offset = (slot * a.value_heads + hv) * a.key_dim * int64_t{a.value_dim};
+  const Place place{b, hv, row0, column0, padding};
 
   float s[kRows][kVec] = {};
   if (a.state_in && !padding) {
@@ -152,69 +292,22 @@ __global__ void __launch_bounds__(kWarps * 32) recurrent_kernel(const Args a) {
   }
 
   Token<kRows, kVec> next;
-  if (begin < end)
-    load_token<T, kRows, kVec, kRowStride, kExact>(a, b, begin, hv, row0, column0, next);
+  if (begin < end) load_token<T, kRows, kVec, kRowStride, kExact>(a, place, begin, next);
+  int64_t turn = 0;
   for (int64_t t = begin; t < end; ++t) {
     const Token<kRows, kVec> now = next;
-    if (t + 1 < end)
-      load_token<T, kRows, kVec, kRowStride, kExact>(a, b, t + 1, hv, row0, column0, next);
+    if (t + 1 < end) load_token<T, kRows, kVec, kRowStride, kExact>(a, place, t + 1, next);
 
-    float sum[kSums] = {};
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int c = 0; c < kVec; ++c) {
-        sum[c] += s[i][c] * now.k[i];
-        sum[kVec + c] += s[i][c] * now.q[i];
-      }
-      sum[2 * kVec] += now.k[i] * now.k[i];
-      sum[2 * kVec + 1] += now.k[i] * now.q[i];
-      sum[2 * kVec + 2] += now.q[i] * now.q[i];
-    }
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) {
-      sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 8);
-      sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], 16);
-    }
-    auto& buffer = exchange[(t - begin) & 1];
-    if (lane < kColumnLanes) {
-#pragma unroll
-      for (int j = 0; j < kSums; ++j) buffer[warp][column_lane][j] = sum[j];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < kSums; ++j) {
-      sum[j] = 0.f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum[j] += buffer[w][column_lane][j];
-    }
-
-    const float k_norm = a.qk_l2norm ? rsqrtf(sum[2 * kVec] + kL2Eps) : 1.f;
-    const float q_norm = (a.qk_l2norm ? rsqrtf(sum[2 * kVec + 2] + kL2Eps) : 1.f) * a.scale;
-    const float lambda = sum[2 * kVec] * k_norm * k_norm;
-    const auto c =
-        step_coefficients(a.rule, now.beta, lambda, a.log_decay.data != nullptr, now.log_decay);
-    const float gamma = expf(c.log_gate);
-    const float kq = sum[2 * kVec + 1] * k_norm * q_norm;
-
-    float out[kVec], u[kVec];
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      u[j] = c.write * now.v[j] - gamma * c.erase * (sum[j] * k_norm);
-      out[j] = gamma * (sum[kVec + j] * q_norm) + kq * u[j];
-      u[j] *= k_norm;
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) s[i][j] = gamma * s[i][j] + now.k[i] * u[j];
-    }
-    if (row0 == 0) {
-      T* o = static_cast<T*>(a.o.data) + b * a.o.batch + t * a.o.token + hv * a.o.head;
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) {
-        if (column0 + j < a.value_dim) o[column0 + j] = T(padding ? 0.f : out[j]);
-      }
+    float sum[kSums<kVec>];
+    sum_token(s, now, exchange, turn++, sum);
+    if (__builtin_expect(has_long_row<kVec>(a, sum), 0)) {
+      float state[kRows][kVec], sums[kSums<kVec>];
+      memcpy(state, s, sizeof(s));
+      memcpy(sums, sum, sizeof(sum));
+      turn = long_token<T, kRows, kWarps, kVec, kExact>(a, place, t, exchange, turn, sums, state);
+      memcpy(s, state, sizeof(s));
+    } else {
+      finish_token<T>(a, place, t, now, sum, {}, s);
     }
   }
 

@@ -1,0 +1,147 @@
+"""Keys whose |k|^2 overflows float32 or nearly so, up to the largest finite numbers: the exact rules
+follow them like any other (docs/mathematics.md, "Numerics").
+
+On a GPU, or with EFLA_TEST_DEVICE=cpu on the CPU, against float64 there: its range holds their squares.
+"""
+
+import math
+
+import cases
+import efla
+import pytest
+import torch
+from device_support import evaluate, expectation, family, needs_device, on_device
+
+pytestmark = needs_device
+FLOAT32, BFLOAT16, FLOAT64 = torch.float32, torch.bfloat16, torch.float64
+EXACT = [("exact", False), ("exact", True), ("exact_log", True)]
+# Relative to a row and to its natural size. Rows are short: their roundings hardly average.
+LIMITS = {FLOAT32: 1e-4, BFLOAT16: 2e-2}
+SMALLEST = {FLOAT32: 2.0**-149, BFLOAT16: 2.0**-134}
+
+# token -> (|k|; infinite: every element the largest number, beta |k|^2 or None, whether |v| = |k|)
+LONG = {
+    0: (1e10, None, True),
+    4: (1e12, 0.5, True),
+    5: (1e18, 2.0, True),
+    6: (1e19, None, True),
+    11: (math.inf, None, False),
+    40: (1e38, None, False),
+    63: (1e25, None, True),
+    64: (1e20, None, True),
+    149: (1.5e19, None, True),
+}
+
+
+def scaled(x, length, dtype):
+    """Rows of x at that length, within dtype's range and rounded to it."""
+    most = torch.finfo(dtype).max
+    x = (x * (length / x.norm(dim=-1, keepdim=True))).clamp(-most, most)
+    return x.to(dtype).double()
+
+
+def problem(dtype, dim, *, decay=False, l2norm=False, tokens=150, **sizes):
+    x = cases.inputs(batch=1, tokens=tokens, heads=2, key_dim=dim, value_dim=dim, dtype=FLOAT64,
+                     decay=decay, **sizes)  # fmt: skip
+    for name in ("q", "k", "v"):
+        x[name] = x[name].to(dtype).double()
+    for token, (length, step, writes) in LONG.items():
+        if token >= tokens:
+            continue
+        x["k"][:, token] = scaled(x["k"][:, token], length, dtype)
+        if l2norm:
+            x["q"][:, token] = scaled(x["q"][:, token], length, dtype)
+            continue
+        if writes:
+            x["v"][:, token] = scaled(x["v"][:, token], length, dtype)
+        if step is not None:
+            x["beta"][:, token] = step / length**2
+    g = torch.Generator().manual_seed(1)
+    x["grad_o"] = torch.randn(x["v"].shape, generator=g, dtype=FLOAT64).to(dtype).double()
+    x["grad_final_state"] = torch.randn(x["initial_state"].shape, generator=g, dtype=FLOAT64)
+    return {
+        n: None if t is None else t if n in ("q", "k", "v") else t.float().double()
+        for n, t in x.items()
+    }
+
+
+def row_failures(found, expected, case, dtype, l2norm=False):
+    """Names of tensors with a row that is not as it should be; a gradient of a key is as small as the
+    key is long, so each row counts by itself."""
+    bad = []
+    for name, x in found.items():
+        y, x = expected[name], x.double().cpu()
+        if name in ("beta", "log_decay"):
+            x, y = x[..., None], y[..., None]
+        size = torch.ones(())
+        if name == "k" or (name == "q" and l2norm):
+            size = (1 / torch.linalg.vector_norm(case[name], dim=-1)).clamp(max=1)
+        if name in ("final_state", "initial_state"):
+            x, y = x.flatten(2), y.flatten(2)
+        error = (x - y).norm(dim=-1)
+        limit = LIMITS[dtype] * (y.norm(dim=-1) + size) + SMALLEST[dtype] * y.shape[-1] ** 0.5
+        if not (error <= limit).all():  # NaN fails too
+            where = [tuple(i) for i in (~(error <= limit)).nonzero().tolist()]
+            bad.append(f"{name}: {len(where)} rows, first {where[:3]}: {error[where[0]]:.1e}")
+    return bad
+
+
+def dims(dtype):
+    """The Hopper kernels leave such tokens out."""
+    return [dim for dim in (32, 64, 96, 128) if family(dtype, dim) != "hopper"]
+
+
+@pytest.mark.parametrize("rule,decay", EXACT)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("value_heads", [2, 4])
+def test_every_row_is_as_in_float64(rule, decay, dtype, value_heads):
+    for dim in dims(dtype):
+        case = problem(dtype, dim, decay=decay, value_heads=value_heads)
+        expected = expectation(case, rule=rule)
+        assert all(t.isfinite().all() for t in expected.values())
+        for op in (efla.chunk, efla.recurrent):
+            found = evaluate(op, case, dtype, rule=rule)
+            assert not row_failures(found, expected, case, dtype), dim
+
+
+@pytest.mark.parametrize("rule", ["linear", "euler", "rk4", "exact"])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_with_l2norm_their_length_does_not_count(rule, dtype):
+    for dim in dims(dtype):
+        case = problem(dtype, dim, l2norm=True)
+        options = dict(rule=rule, qk_l2norm=True)
+        expected = expectation(case, **options)
+        for op in (efla.chunk, efla.recurrent):
+            found = evaluate(op, case, dtype, **options)
+            assert not row_failures(found, expected, case, dtype, l2norm=True), dim
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("dim", [64, 128, 60, 300])
+def test_steps(dtype, dim, l2norm):
+    case = problem(dtype, dim, decay=True, l2norm=l2norm, tokens=8)
+    # Two next to each other, and the largest numbers.
+    case["k"][:, 2:4] = scaled(case["k"][:, 2:4], math.inf, dtype)
+    del case["grad_o"], case["grad_final_state"]
+    state = case.pop("initial_state")
+
+    def run(dtype, device=None):
+        tensors = on_device(case, dtype, device)
+        scalars = FLOAT64 if dtype == FLOAT64 else FLOAT32
+        pool = state.to(tensors["q"].device, scalars, copy=True)
+        return {"o": efla.step_(**tensors, state=pool, qk_l2norm=l2norm), "final_state": pool}
+
+    expected, found = run(FLOAT64, "cpu"), run(dtype)
+    assert not row_failures(found, expected, case, dtype), dim
+
+
+def test_a_row_with_an_infinite_element_ends_in_nan():
+    case = problem(FLOAT32, 64)
+    case["k"][0, 80, 0, 3] = math.inf
+    tensors = on_device(case, FLOAT32)
+    del tensors["grad_o"], tensors["grad_final_state"]
+    for op in (efla.chunk, efla.recurrent):
+        o, _ = op(**tensors)
+        assert o[0, :64].isfinite().all() and o[0, :, 1].isfinite().all()
+        assert o[0, 80:, 0].isnan().all()
