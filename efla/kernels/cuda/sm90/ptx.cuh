@@ -225,6 +225,12 @@ __device__ __forceinline__ void pin(float (&d)[kN]) {
 }
 // Makes a value's origin unknown to the compiler, so that nothing derived from it moves above here.
 __device__ __forceinline__ void hide(int& x) { asm volatile("" : "+r"(x)); }
+// The same for an index in [0, kLimit): division by powers of two stays a shift.
+template <int kLimit>
+__device__ __forceinline__ void hide_index(int& x) {
+  hide(x);
+  __builtin_assume(x >= 0 && x < kLimit);
+}
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");

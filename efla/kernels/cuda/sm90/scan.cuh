@@ -61,8 +61,8 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   sync_prepare();
 #pragma unroll 1
   while (left > 0) {
-    hide(thread);  // or the addresses of all that follows are kept across chunks, and spill
-    __builtin_assume(thread >= 0 && thread < kWarpgroup);
+    // Or the addresses of all that follows are kept across chunks, and spill.
+    hide_index<kWarpgroup>(thread);
     const int i = ring.index, j = out.index, tokens = min(kC, left);
     left -= kC;
     token += kC;
