@@ -131,15 +131,15 @@ def step_(
         v: ``[B, HV, V]`` or ``[B, T, HV, V]``; beta and log_decay accordingly.
         state: ``[P, HV, K, V]``; its dtype chooses how states are kept. float32 (float64 for float64
             q) loses nothing. bfloat16 (or float16) takes half the memory, and on a GPU half the
-            bytes to move, which is what bounds a step there; the arithmetic is float32 all the same, and between the tokens of
-            one call nothing is rounded. What it costs is one rounding of each state a call, by up
-            to 2**-8 of each element (float16: 2**-11, and infinity beyond 65,504), 2**-9 in the
-            root mean square. Errors of earlier calls fade as decay and erasing make the state
-            forget; where it forgets nothing, n calls add up to about sqrt(n) * 2**-9. Changes of an
-            element by less than its rounding are lost: a decay closer to 1 than 1 - 2**-9 does
-            nothing, and a long run of small writes stops growing. Keep float32 for those.
-            Updated through a copy, and so slower, if it is not contiguous, or float16 on the CPU;
-            its elements must not share memory.
+            bytes to move, which is what bounds a step there; the arithmetic is float32 all the
+            same, and between the tokens of one call nothing is rounded. What it costs is one
+            rounding of each state a call, by up to 2**-8 of each element (float16: 2**-11, and
+            infinity beyond 65,504), 2**-9 in the root mean square. Errors of earlier calls fade as
+            decay and erasing make the state forget; where it forgets nothing, n calls add up to
+            about sqrt(n) * 2**-9. Changes of an element by less than its rounding are lost: a decay
+            closer to 1 than 1 - 2**-9 does nothing, and a long run of small writes stops growing.
+            Keep float32 for those. Updated through a copy, and so slower, if it is not contiguous,
+            or float16 on the CPU; its elements must not share memory.
         state_indices: ``[B]`` int32 or int64, the state of each row, all distinct; -1 marks a
             padding row (o = 0, no state touched). By default row b uses state b, and P = B. On a
             GPU an index outside the pool is taken for padding, but for :func:`set_debug`.
