@@ -106,6 +106,7 @@ __device__ __forceinline__ void invert(PrepareScratch& s, unsigned char* inverse
     mma<__half>(c, AFragment<__half>{{0, l21, 0, 0}}, BFragment<__half>{{a11[0], 0}});
     mma<__half>(d, AFragment<__half>{{0, 0, 0, a22}},
                 BFragment<__half>{{0, transpose_matrix(half_pair(c[2], c[3]))}});
+    __syncwarp();  // a22 was read beside what is written now
     const int r = 16 * warp + 8 + lane / 4, k = 16 * warp + lane % 4 * 2;
     *reinterpret_cast<uint32_t*>(&s.inverse[r][k]) = half_pair(-d[2], -d[3]);
     *reinterpret_cast<uint32_t*>(inverse + tile_offset(r, k)) = pack<T>(-d[2], -d[3]);
@@ -279,7 +280,11 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
   const int lane = thread % 32, row = own_row(thread);
   const bool writes = lane % 2 == 0;
   HatCoefficients c;
-  float key_out;
+  float key_out, query = a.scale;
+  if (kScores && thread >= kC) {
+    if (a.qk_l2norm) query *= rsqrtf(square_of_row<T>(q, kK / 64, thread - kC) + 1e-6f);
+    s.query_scale[thread - kC] = query;
+  }
 #pragma unroll 1
   while (true) {
     pin(kk);  // or nvcc serialises the products (C7511)
@@ -290,11 +295,7 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
       c = hat_coefficients<kDecay>(a, token, square);
     }
     key_out = square > 0.f ? rsqrtf(square) : a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
-    if (writes) {
-      s.column_scale[row] = key_out;
-      scalars.write[row] = c.write;
-      if constexpr (!kDecay) scalars.erase[row] = c.erase, scalars.key_out[row] = key_out;
-    }
+    if (writes) s.column_scale[row] = key_out;
     if constexpr (kDecay) {  // inclusive sums over the warp's 16 tokens
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) {
@@ -304,14 +305,6 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
       const float first = __shfl_sync(0xffffffffu, c.log_gate, 28);
       if (lane % 4 >= 2) c.log_gate += first;
       if (lane == 31) s.warp_gate[thread / 32] = c.log_gate;
-    } else if (thread == 0) {
-      scalars.gate = 1.f;
-    }
-    if (kScores && thread >= kC) {
-      float scale = a.scale;
-      if (a.qk_l2norm) scale *= rsqrtf(square_of_row<T>(q, kK / 64, thread - kC) + 1e-6f);
-      s.query_scale[thread - kC] = scale;
-      if constexpr (!kDecay) scalars.query[thread - kC] = scale;
     }
     // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
     const bool overflows = square > FLT_MAX;
@@ -326,6 +319,12 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
   }
   RowScalars rows{};
   share_rows(rows.scale, c.erase, thread);
+  if (writes) scalars.write[row] = c.write;
+  if constexpr (!kDecay) {
+    if (writes) scalars.erase[row] = c.erase, scalars.key_out[row] = key_out;
+    if (kScores && thread >= kC) scalars.query[thread - kC] = query;
+    if (thread == 0) scalars.gate = 1.f;
+  }
   if constexpr (kDecay) {
     float sum = c.log_gate, total = 0.f;
 #pragma unroll
