@@ -82,7 +82,9 @@ def row_failures(found, expected, case, dtype, l2norm=False):
             x, y = x.flatten(2), y.flatten(2)
         error = (x - y).norm(dim=-1)
         wide = ONE_NUMBER if y.shape[-1] == 1 else 1
-        limit = wide * LIMITS[dtype] * (y.norm(dim=-1) + size) + SMALLEST[dtype] * y.shape[-1] ** 0.5
+        limit = (
+            wide * LIMITS[dtype] * (y.norm(dim=-1) + size) + SMALLEST[dtype] * y.shape[-1] ** 0.5
+        )
         if not (error <= limit).all():  # NaN fails too
             where = [tuple(i) for i in (~(error <= limit)).nonzero().tolist()]
             bad.append(f"{name}: {len(where)} rows, first {where[:3]}: {error[where[0]]:.1e}")
