@@ -47,7 +47,7 @@ __device__ __forceinline__ AFragment<__half> block_operand(const __half (&triang
 
 // What a product of 16 x 8 gives, as operand B of the next.
 __device__ __forceinline__ BFragment<__half> as_operand(const CFragment& c) {
-  return {{transpose_matrix(half_pair(c[0], c[1])), transpose_matrix(half_pair(c[2], c[3]))}};
+  return {{transpose(half_pair(c[0], c[1])), transpose(half_pair(c[2], c[3]))}};
 }
 
 // A_hat's tile takes a 16 x 8 product at (row, column), negated.
@@ -105,7 +105,7 @@ __device__ __forceinline__ void invert(PrepareScratch& s, unsigned char* inverse
     CFragment c{}, d{};
     mma<__half>(c, AFragment<__half>{{0, l21, 0, 0}}, BFragment<__half>{{a11[0], 0}});
     mma<__half>(d, AFragment<__half>{{0, 0, 0, a22}},
-                BFragment<__half>{{0, transpose_matrix(half_pair(c[2], c[3]))}});
+                BFragment<__half>{{0, transpose(half_pair(c[2], c[3]))}});
     __syncwarp();  // a22 was read beside what is written now
     const int r = 16 * warp + 8 + lane / 4, k = 16 * warp + lane % 4 * 2;
     *reinterpret_cast<uint32_t*>(&s.inverse[r][k]) = half_pair(-d[2], -d[3]);

@@ -195,11 +195,11 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_
                : "memory");
 }
 
-// The transpose of an 8 x 8 matrix in the registers of a warp: of two rows of a product's result,
-// what the next product takes as its operand B.
-__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+// Transposes an 8 x 8 matrix of 16-bit elements that lies across a warp: a packed result of
+// mma.sync becomes the operand B of the next.
+__device__ __forceinline__ uint32_t transpose(uint32_t x) {
   uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 

@@ -21,13 +21,6 @@ __device__ __forceinline__ float sum_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Transposes an 8 x 8 matrix of 16-bit elements that lies across a warp.
-__device__ __forceinline__ uint32_t transpose(uint32_t x) {
-  uint32_t y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
 template <typename T>
 __device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
   using Pair = std::conditional_t<kIsBfloat16<T>, __nv_bfloat162, __half2>;
