@@ -21,7 +21,7 @@ import tempfile
 from argparse import Namespace
 
 import torch
-from train_340m import VOCABULARY, make_batches
+from train_340m import VOCABULARY, commit, make_batches
 
 RULES = {"euler": "l2", "exact": "none"}  # rule: norm of q and k, as DeltaNet and EFLA have them
 
@@ -97,7 +97,9 @@ def main():
     )
     ids = make_batches(batch)[0][0]
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"{device}; torch {torch.__version__}, {args.batch} x {args.length} tokens\n")
+    print(
+        f"{device}; torch {torch.__version__}, commit {commit()}; {args.batch} x {args.length} tokens\n"
+    )
     print("| rule | gradients of | against | losses | all | median | largest | of |")
     print("|---|---|---|---|---|---|---|---|")
     for rule in RULES:

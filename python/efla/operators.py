@@ -130,9 +130,9 @@ def step_(
         q, k: ``[B, H, K]``, or ``[B, T, H, K]`` with T <= 8.
         v: ``[B, HV, V]`` or ``[B, T, HV, V]``; beta and log_decay accordingly.
         state: ``[P, HV, K, V]``; its dtype chooses how states are kept. float32 (float64 for float64
-            q) loses nothing. bfloat16 (or float16) takes half the memory, and on a GPU half the
-            bytes to move, which is what bounds a step there; the arithmetic is float32 all the
-            same, and between the tokens of one call nothing is rounded. What it costs is one
+            q) loses nothing. bfloat16 (or float16) takes half the memory (and, so far, nearly the
+            same time); the arithmetic is float32 all the same, and between the tokens of one call
+            nothing is rounded. What it costs is one
             rounding of each state a call, by up to 2**-8 of each element (float16: 2**-11, and
             infinity beyond 65,504), 2**-9 in the root mean square. Errors of earlier calls fade as
             decay and erasing make the state forget; where it forgets nothing, n calls add up to

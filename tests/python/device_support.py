@@ -57,7 +57,7 @@ _CANCEL = "dR.v and dR.(S^T k), of operands rounded each on its own, nearly canc
 _INVERSE = "(I + L)^-1 in bfloat16: what its rounding does to one token, the same key repeats"
 _ERASED = "erasing an initial state 1000 times as large as what such keys write"
 _FULL = "e |k|^2 = 1 everywhere: (I + L)^-1 is as badly conditioned as random keys make it"
-_FEW = "most steps end at e^-x = 0: a few carry the gradient, and (I + L)^-1 is made in TF32 here"
+_FEW = "most steps end at e^-x = 0: a few carry the gradient, and (I + L)^-1 has 11 bits here"
 _SMALL_U = "u of these keys, 1e-6, is among half's subnormal numbers"
 
 # What a delta rule of 16-bit products does not keep within LIMITS. Emulating the roundings of fla's
