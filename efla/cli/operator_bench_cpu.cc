@@ -140,7 +140,7 @@ void write_csv(const std::string& path, const std::vector<Row>& rows) {
   std::ofstream out(path);
   out << "name,shape,seconds,rate,unit,yardstick_rate,ratio,error,kept,rounds,disturbed\n";
   for (const Row& r : rows)
-    out << fmt::format("{},\"{}\",{:.9f},{:.3f},{},{:.3f},{:.4f},{:.3e},{},{},{}\n", r.name,
+    out << fmt::format("\"{}\",\"{}\",{:.9f},{:.3f},{},{:.3f},{:.4f},{:.3e},{},{},{}\n", r.name,
                        r.shape, r.time.operation, r.rate, r.unit, r.yard_rate, r.time.ratio,
                        r.error, r.time.kept, r.time.rounds, r.time.disturbed ? 1 : 0);
   if (!out) throw Error(path + ": cannot be written; check the folder and the disk");

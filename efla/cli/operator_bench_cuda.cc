@@ -146,7 +146,7 @@ void write_csv(const std::string& path, const std::vector<Row>& rows) {
   std::ofstream out(path);
   out << "name,shape,ms,floor_ms,error\n";
   for (const Row& r : rows)
-    out << fmt::format("{},\"{}\",{:.6f},{:.6f},{:.3e}\n", r.name, r.shape, r.ms, r.floor_ms,
+    out << fmt::format("\"{}\",\"{}\",{:.6f},{:.6f},{:.3e}\n", r.name, r.shape, r.ms, r.floor_ms,
                        r.error);
   if (!out) throw Error(path + ": cannot be written; check the folder and the disk");
 }

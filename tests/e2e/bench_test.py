@@ -35,13 +35,15 @@ class Bench(unittest.TestCase):
                                   "--only", "st*", "--csv", path)
             self.assertEqual(code, 0, err)
             rows = list(csv.DictReader(path.read_text().splitlines()))
-        self.assertEqual([r["shape"] for r in rows], ["(1,1,16,128)", "(8,1,16,128)"])
+        names, shapes = ["step", "step, bfloat16 state"], ["(1,1,16,128)", "(8,1,16,128)"]
+        self.assertEqual(sorted((r["name"], r["shape"]) for r in rows),
+                         [(name, shape) for name in names for shape in shapes])
         for row in rows:
-            self.assertEqual(row["name"], "step")
             self.assertGreater(float(row["seconds"]), 0)
             self.assertLess(float(row["error"]), 1e-4)
         self.assertIn("threads 1", out)
-        self.assertEqual(out.count("| step |"), 2)
+        for name in names:
+            self.assertEqual(out.count(f"| {name} |"), 2)
 
     def test_refusals(self):
         self.refused(2, "forward+backward, step", "--device", "cpu", "--only", "stroll")
