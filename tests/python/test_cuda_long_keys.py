@@ -10,15 +10,15 @@ import cases
 import efla
 import pytest
 import torch
-from device_support import evaluate, expectation, family, needs_device, on_device
+from device_support import ON_GPU, evaluate, expectation, family, needs_device, on_device
 
 pytestmark = needs_device
 FLOAT32, BFLOAT16, FLOAT64 = torch.float32, torch.bfloat16, torch.float64
 EXACT = [("exact", False), ("exact", True), ("exact_log", True)]
-# Relative to a row and to its natural size. Rows are short: their roundings hardly average, and
-# beta's and the gate's, one number each, do not (2.9e-2 on an H200, portable kernels).
+# Relative to a row and to its natural size. Rows are short: their roundings hardly average. Those of
+# one number do not where products take 16-bit operands, on a GPU (2.9e-2 on an H200).
 LIMITS = {FLOAT32: 1e-4, BFLOAT16: 2e-2}
-ONE_NUMBER = 2
+ONE_NUMBER = 4e-2
 SMALLEST = {FLOAT32: 2.0**-149, BFLOAT16: 2.0**-134}
 
 # token -> (|k|; infinite: every element the largest number, beta |k|^2 or None, whether |v| = |k|)
@@ -81,10 +81,10 @@ def row_failures(found, expected, case, dtype, l2norm=False):
         if name in ("final_state", "initial_state"):
             x, y = x.flatten(2), y.flatten(2)
         error = (x - y).norm(dim=-1)
-        wide = ONE_NUMBER if y.shape[-1] == 1 else 1
-        limit = (
-            wide * LIMITS[dtype] * (y.norm(dim=-1) + size) + SMALLEST[dtype] * y.shape[-1] ** 0.5
-        )
+        relative = LIMITS[dtype]
+        if ON_GPU and dtype == BFLOAT16 and y.shape[-1] == 1:
+            relative = ONE_NUMBER
+        limit = relative * (y.norm(dim=-1) + size) + SMALLEST[dtype] * y.shape[-1] ** 0.5
         if not (error <= limit).all():  # NaN fails too
             where = [tuple(i) for i in (~(error <= limit)).nonzero().tolist()]
             bad.append(f"{name}: {len(where)} rows, first {where[:3]}: {error[where[0]]:.1e}")

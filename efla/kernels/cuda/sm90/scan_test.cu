@@ -37,10 +37,13 @@ std::vector<Case> cases() {
        false,
        true,
        {3, 64, 128, 128, 300}},
-      // beta's gradient comes from a few tokens: with bfloat16 operands and an exact inverse it is
-      // wrong by 2e-3 to 2e-2, by the draw.
-      {"Norms", 1, 256, 1, 1, 128, 128, Rule::kExact, false, false, true, {}, 6.0, 4.0},
+      {"Norms", 1, 256, 1, 1, 128, 128, Rule::kExact, false, false, true, {}, 6.0},
   };
+  // beta's gradient comes from a few tokens there: with bfloat16 operands and an exact inverse it
+  // is wrong by 2e-3 to 2e-2, by the draw. All else keeps the bounds.
+  for (Case& c : all) {
+    if (c.name == "Norms") c.beta_slack = 4.0;
+  }
   all.push_back({"ZeroKeys", 1, 200, 1, 2, 128, 128});
   all.back().zero_keys = true;
   for (const auto& [name, rule] : kNamedRules) {
