@@ -29,12 +29,19 @@ struct PrepareScratch {
   alignas(16) __half inverse[kC][kPitch];  // A_hat but for its last block of 32
   float query_scale[kC];                   // of row t of P_hat
   float column_scale[kC];                  // k_hat / k
-  float cumulative[kC];                    // G, inclusive
-  float warp_gate[4];                      // log gates summed over 16 tokens
-  float beta[2][kC], log_decay[2][kC];     // of this chunk and the next
+  // With decay, of which D_ti = exp(G_t - G_i) is made as in GateFactors:
+  float gate[kC];                   // log gates summed from the first token of 16 up to this one
+  float query_head[kC];             // query_scale, and the decay from before these 16 to this token
+  float column_tail[kC];            // column_scale, and the decay from this token to the last of 16
+  alignas(16) float block_gate[4];  // decay over all 16
+  float beta[2][kC], log_decay[2][kC];  // of this chunk and the next
 };
 
 __device__ __forceinline__ void sync_prepare() { sync_threads(kPrepareBarrier, kWarpgroup); }
+
+__device__ __forceinline__ float2 float_pair(const float (&row)[kC], int i) {
+  return *reinterpret_cast<const float2*>(&row[i]);
+}
 
 // Two neighbouring elements of a result as an operand.
 __device__ __forceinline__ uint32_t half_pair(float x, float y) { return pack<__half>(x, y); }
@@ -162,18 +169,24 @@ __device__ __forceinline__ void zero_row(unsigned char* tiles, int count, int ro
   }
 }
 
-// sum of the squares of row `row` of the tiles.
+// sum of the squares of 8 elements of row `row` of the tiles, from column 8 i on.
+template <typename T>
+__device__ __forceinline__ float square_of_piece(const unsigned char* tiles, int row, int i) {
+  const uint4 piece = *reinterpret_cast<const uint4*>(tiles + i / 8 * (kC * 128) + row * 128 +
+                                                      ((i % 8) ^ (row % 8)) * 16);
+  const T* x = reinterpret_cast<const T*>(&piece);
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) sum += static_cast<float>(x[j]) * static_cast<float>(x[j]);
+  return sum;
+}
+
+// Of the whole row.
 template <typename T>
 __device__ __forceinline__ float square_of_row(const unsigned char* tiles, int count, int row) {
   float sum = 0.f;
 #pragma unroll 2
-  for (int i = 0; i < count * 8; ++i) {
-    const uint4 piece = *reinterpret_cast<const uint4*>(tiles + i / 8 * (kC * 128) + row * 128 +
-                                                        ((i % 8) ^ (row % 8)) * 16);
-    const T* x = reinterpret_cast<const T*>(&piece);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sum += static_cast<float>(x[j]) * static_cast<float>(x[j]);
-  }
+  for (int i = 0; i < count * 8; ++i) sum += square_of_piece<T>(tiles, row, i);
   return sum;
 }
 
@@ -216,10 +229,22 @@ __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, 
   const float root = square > 0.f ? rsqrtf(square) : 0.f;
   const float key_scale = a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
   const float lambda = a.qk_l2norm ? square * key_scale * key_scale : square;
-  if (!kDecay && __builtin_expect(a.rule == Rule::kExact && square > 0.f, 1)) {
-    // e |k|^2 = w |k|^2 = 1 - e^-x without the detour over phi: the chain that matters most.
-    const float erased = -expm1f(-x.beta * lambda);
-    return {0.f, erased * root, a.qk_l2norm ? erased * root / key_scale : erased * root};
+  if (__builtin_expect(
+          (a.rule == Rule::kExact || (kDecay && a.rule == Rule::kExactLog)) && square > 0.f, 1)) {
+    // e |k|^2 = 1 - e^-x without the detour over phi: the chain that matters most.
+    if constexpr (!kDecay) {
+      const float erased = -expm1f(-x.beta * lambda);
+      return {0.f, erased * root, a.qk_l2norm ? erased * root / key_scale : erased * root};
+    }
+    const bool exact = a.rule == Rule::kExact;
+    const float rate = exact ? lambda * expf(x.log_decay) : lambda;
+    const float log_gate = exact ? expm1f(x.log_decay) : x.log_decay;
+    const float eta = x.beta * rate - log_gate;
+    const float norm = square * root * key_scale;
+    // A huge beta still gives 1 / rate.
+    const float quotient = eta <= FLT_MAX ? x.beta / eta : 1.f / rate;
+    return {log_gate, -expm1f(-x.beta * rate) * root,
+            eta > 0.f ? -expm1f(-eta) * quotient * norm : x.beta * norm};
   }
   const auto c = step_coefficients(a.rule, x.beta, lambda, kDecay, x.log_decay);
   const float norm = square > 0.f ? square * root * key_scale : 1.f;  // |k|; 1 for a zero key
@@ -241,8 +266,31 @@ __device__ __forceinline__ void multiply_keys(float (&d)[32], const unsigned cha
 
 // What store_lower needs of this thread's rows 16 warp + g and + 8.
 struct RowScalars {
-  float scale[2];       // e |k|, of row t of L_hat
-  float cumulative[2];  // G
+  float scale[2];  // e |k|, of row t of L_hat
+  float head[2];   // the same, and the decay from before these 16 tokens
+  float gate[2];
+};
+
+// D_ti for t and i of different blocks of 16 is the decay from the head of t's block to t, times
+// that over the blocks between, times that from i to the tail of its block: an exponential per
+// token in the place of one per element, and none of them can overflow.
+struct GateFactors {
+  float f[4];  // of the blocks
+
+  GateFactors() = default;
+  explicit __device__ __forceinline__ GateFactors(const PrepareScratch& s) {
+    const float4 x = *reinterpret_cast<const float4*>(s.block_gate);
+    f[0] = x.x, f[1] = x.y, f[2] = x.z, f[3] = x.w;
+  }
+  // Over the blocks first < b < last.
+  __device__ __forceinline__ float between(int first, int last) const {
+    float product = 1.f;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      if (b > first && b < last) product *= f[b];
+    }
+    return product;
+  }
 };
 
 // Of the four threads that share two rows, t and t ^ 1 work for row g + 8 (t / 2).
@@ -271,6 +319,16 @@ __device__ __forceinline__ void share_rows(float (&both)[2], float own, int thre
   both[1] = __shfl_sync(0xffffffffu, own, thread % 32 / 4 * 4 + 2);
 }
 
+// 1 / |q| of own_row(), as the optional l2 normalisation has it: half a row each.
+template <typename T>
+__device__ __forceinline__ float own_query_norm(const unsigned char* q, int count, int row,
+                                                int half) {
+  float sum = 0.f;
+#pragma unroll 2
+  for (int i = half; i < count * 8; i += 2) sum += square_of_piece<T>(q, row, i);
+  return rsqrtf(sum + __shfl_xor_sync(0xffffffffu, sum, 1) + 1e-6f);
+}
+
 // The scalars of one chunk, whose tokens were read to buffer j.
 template <typename T, int kK, bool kDecay, bool kScores>
 __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareScratch& s,
@@ -280,11 +338,8 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
   const int lane = thread % 32, row = own_row(thread);
   const bool writes = lane % 2 == 0;
   HatCoefficients c;
-  float key_out, query = a.scale;
-  if (kScores && thread >= kC) {
-    if (a.qk_l2norm) query *= rsqrtf(square_of_row<T>(q, kK / 64, thread - kC) + 1e-6f);
-    s.query_scale[thread - kC] = query;
-  }
+  float key_out, head = 1.f, tail = 1.f, query = a.scale;
+  if (kScores && a.qk_l2norm) query *= own_query_norm<T>(q, kK / 64, row, lane % 2);
 #pragma unroll 1
   while (true) {
     pin(kk);  // or nvcc serialises the products (C7511)
@@ -295,7 +350,10 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
       c = hat_coefficients<kDecay>(a, token, square);
     }
     key_out = square > 0.f ? rsqrtf(square) : a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
-    if (writes) s.column_scale[row] = key_out;
+    if (writes) {
+      s.column_scale[row] = key_out;
+      if constexpr (kScores) s.query_scale[row] = query;
+    }
     if constexpr (kDecay) {  // inclusive sums over the warp's 16 tokens
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) {
@@ -304,7 +362,14 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
       }
       const float first = __shfl_sync(0xffffffffu, c.log_gate, 28);
       if (lane % 4 >= 2) c.log_gate += first;
-      if (lane == 31) s.warp_gate[thread / 32] = c.log_gate;
+      head = expf(c.log_gate);
+      tail = expf(__shfl_sync(0xffffffffu, c.log_gate, 31) - c.log_gate);
+      if (writes) {
+        s.gate[row] = c.log_gate;
+        s.column_tail[row] = key_out * tail;
+        if constexpr (kScores) s.query_head[row] = query * head;
+      }
+      if (lane == 31) s.block_gate[thread / 32] = head;
     }
     // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
     const bool overflows = square > FLT_MAX;
@@ -319,29 +384,22 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
   }
   RowScalars rows{};
   share_rows(rows.scale, c.erase, thread);
-  if (writes) scalars.write[row] = c.write;
-  if constexpr (!kDecay) {
-    if (writes) scalars.erase[row] = c.erase, scalars.key_out[row] = key_out;
-    if (kScores && thread >= kC) scalars.query[thread - kC] = query;
-    if (thread == 0) scalars.gate = 1.f;
-  }
+  float gate = 1.f, before = 1.f, behind = 1.f;
   if constexpr (kDecay) {
-    float sum = c.log_gate, total = 0.f;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if (w < thread / 32) sum += s.warp_gate[w];
-      total += s.warp_gate[w];
-    }
-    share_rows(rows.cumulative, sum, thread);
-    if (writes) {
-      s.cumulative[row] = sum;
-      scalars.erase[row] = c.erase * expf(sum);
-      if constexpr (kScores) scalars.query[row] = s.query_scale[row] * expf(sum);
-      scalars.key_out[row] = key_out * expf(total - sum);
-    }
-    if (thread == 0) scalars.gate = expf(total);
-    sync_prepare();
+    share_rows(rows.head, c.erase * head, thread);
+    share_rows(rows.gate, c.log_gate, thread);
+    const GateFactors factors(s);
+    before = factors.between(-1, thread / 32) * head;
+    behind = factors.between(thread / 32, 4) * tail;
+    gate = factors.between(-1, 4);
   }
+  if (writes) {
+    scalars.erase[row] = c.erase * before;
+    scalars.write[row] = c.write;
+    if constexpr (kScores) scalars.query[row] = query * before;
+    scalars.key_out[row] = key_out * behind;
+  }
+  if (thread == 0) scalars.gate = gate;
   return rows;
 }
 
@@ -350,37 +408,58 @@ template <bool kDecay>
 __device__ __forceinline__ void store_lower(PrepareScratch& s, const RowScalars& rows,
                                             const float (&kk)[32], int thread) {
   const int warp = thread / 32, lane = thread % 32;
-  const int t4 = lane % 4 * 2;
+  const int r = lane / 4, t4 = lane % 4 * 2;
+  const auto store = [&](int j, int h, float x, float y) {
+    *reinterpret_cast<uint32_t*>(&s.lower[16 * warp + 8 * h + r][8 * j + t4]) = half_pair(x, y);
+  };
+  const GateFactors gates = kDecay ? GateFactors(s) : GateFactors();
+  // Columns of the 16-token blocks before this warp's own. Factors are read ahead of the writes:
+  // the compiler cannot tell that they do not overlap.
 #pragma unroll
-  for (int j1 = 0; j1 < 8; j1 += 4) {
-    if (j1 > 2 * warp + 1) break;
-    // Read ahead of the writes: the compiler cannot tell that they do not overlap.
-    float2 column[4], gate[4];
+  for (int j1 = 0; j1 < 6; j1 += 4) {
+    if (j1 >= 2 * warp) break;
+    const int count = min(4, 6 - j1);
+    float2 column[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int c = 8 * (j1 + i) + t4;
-      column[i] = *reinterpret_cast<const float2*>(&s.column_scale[c]);
-      if constexpr (kDecay) gate[i] = *reinterpret_cast<const float2*>(&s.cumulative[c]);
+    for (int i = 0; i < count; ++i) {
+      column[i] = float_pair(kDecay ? s.column_tail : s.column_scale, 8 * (j1 + i) + t4);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = j1 + i;
-      if (j > 2 * warp + 1) break;
+    for (int i = 0; i < count; i += 2) {
+      const int block = (j1 + i) / 2;
+      if (block >= warp) break;
+      const float between = kDecay ? gates.between(block, warp) : 1.f;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int block = 2 * warp + h, r = lane / 4;
-        if (j > block) continue;
-        float x = rows.scale[h] * column[i].x * kk[4 * j + 2 * h];
-        float y = rows.scale[h] * column[i].y * kk[4 * j + 2 * h + 1];
-        if constexpr (kDecay) {
-          x *= __expf(rows.cumulative[h] - gate[i].x), y *= __expf(rows.cumulative[h] - gate[i].y);
-        }
-        if (j < block) {
-          *reinterpret_cast<uint32_t*>(&s.lower[8 * block + r][8 * j + t4]) = half_pair(x, y);
-        } else {  // what lies above the diagonal is never read
-          s.diagonal[block].column[t4][r] = x;
-          s.diagonal[block].column[t4 + 1][r] = y;
-        }
+      for (int n = 0; n < 4; ++n) {
+        const int j = j1 + i + n / 2, h = n % 2;
+        const float row = kDecay ? rows.head[h] * between : rows.scale[h];
+        store(j, h, row * column[i + n / 2].x * kk[4 * j + 2 * h],
+              row * column[i + n / 2].y * kk[4 * j + 2 * h + 1]);
+      }
+    }
+  }
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {  // its own, of which the upper right block of 8 is zero
+    if (warp != w) continue;
+    float2 column[2], gate[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      column[i] = float_pair(s.column_scale, 16 * w + 8 * i + t4);
+      if constexpr (kDecay) gate[i] = float_pair(s.gate, 16 * w + 8 * i + t4);
+    }
+#pragma unroll
+    for (int n = 0; n < 3; ++n) {
+      const int i = n / 2, h = (n + 1) / 2, j = 2 * w + i;  // column group, row group
+      float x = rows.scale[h] * column[i].x * kk[4 * j + 2 * h];
+      float y = rows.scale[h] * column[i].y * kk[4 * j + 2 * h + 1];
+      if constexpr (kDecay) {
+        x *= __expf(rows.gate[h] - gate[i].x), y *= __expf(rows.gate[h] - gate[i].y);
+      }
+      if (i < h) {
+        store(j, h, x, y);
+      } else {  // what lies above the diagonal is never read
+        s.diagonal[j].column[t4][r] = x;
+        s.diagonal[j].column[t4 + 1][r] = y;
       }
     }
   }
@@ -393,33 +472,60 @@ __device__ __forceinline__ void store_scores(const PrepareScratch& s, const floa
                                              unsigned char* scores, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4, t4 = lane % 4 * 2;
-  const float scale[2] = {s.column_scale[row], s.column_scale[row + 8]};
-  const float sum[2] = {kDecay ? s.cumulative[row] : 0.f, kDecay ? s.cumulative[row + 8] : 0.f};
   const int offset = tile_offset(row, t4);
+  const auto store = [&](int j, int h, float x, float y) {
+    *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) = pack<T>(x, y);
+  };
+  const float scale[2] = {s.column_scale[row], s.column_scale[row + 8]};
+  const GateFactors gates = kDecay ? GateFactors(s) : GateFactors();
+  float tail[2] = {};
+  if constexpr (kDecay) tail[0] = s.column_tail[row], tail[1] = s.column_tail[row + 8];
 #pragma unroll
-  for (int j1 = 0; j1 < 8; j1 += 4) {
-    if (j1 + 3 < 2 * warp) continue;
-    float2 query[4], gate[4];  // read ahead of the writes, as above
+  for (int w = 0; w < 4; ++w) {  // columns of this warp's own 16 tokens
+    if (warp != w) continue;
+    float2 query[2], gate[2];
+    float own[2] = {};
+    if constexpr (kDecay) own[0] = s.gate[row], own[1] = s.gate[row + 8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int c = 8 * (j1 + i) + t4;
-      query[i] = *reinterpret_cast<const float2*>(&s.query_scale[c]);
-      if constexpr (kDecay) gate[i] = *reinterpret_cast<const float2*>(&s.cumulative[c]);
+    for (int i = 0; i < 2; ++i) {
+      query[i] = float_pair(s.query_scale, 16 * w + 8 * i + t4);
+      if constexpr (kDecay) gate[i] = float_pair(s.gate, 16 * w + 8 * i + t4);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = j1 + i, c = 8 * j + t4;
-      if (j < 2 * warp) continue;
+    for (int n = 0; n < 3; ++n) {  // below it there are zeros already
+      const int i = (n + 1) / 2, h = n / 2, j = 2 * w + i;
+      float x = scale[h] * query[i].x * kq[4 * j + 2 * h];
+      float y = scale[h] * query[i].y * kq[4 * j + 2 * h + 1];
+      if constexpr (kDecay) {
+        x *= __expf(gate[i].x - own[h]), y *= __expf(gate[i].y - own[h]);
+      }
+      if (i == h) {
+        if (t4 < lane / 4) x = 0.f;
+        if (t4 + 1 < lane / 4) y = 0.f;
+      }
+      store(j, h, x, y);
+    }
+  }
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int r = row + 8 * h;
-        float x = scale[h] * query[i].x * kq[4 * j + 2 * h];
-        float y = scale[h] * query[i].y * kq[4 * j + 2 * h + 1];
-        if constexpr (kDecay) {
-          x *= __expf(gate[i].x - sum[h]), y *= __expf(gate[i].y - sum[h]);
-        }
-        *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) =
-            pack<T>(c < r ? 0.f : x, c + 1 < r ? 0.f : y);
+  for (int j1 = 2; j1 < 8; j1 += j1) {  // of the blocks behind it
+    if (j1 + j1 <= 2 * warp + 2) continue;
+    const int count = j1;
+    float2 query[4];
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      query[i] = float_pair(kDecay ? s.query_head : s.query_scale, 8 * (j1 + i) + t4);
+    }
+#pragma unroll
+    for (int i = 0; i < count; i += 2) {
+      const int block = (j1 + i) / 2;
+      if (block <= warp) continue;
+      const float between = kDecay ? gates.between(warp, block) : 1.f;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int j = j1 + i + n / 2, h = n % 2;
+        const float factor = kDecay ? tail[h] * between : scale[h];
+        store(j, h, factor * query[i + n / 2].x * kq[4 * j + 2 * h],
+              factor * query[i + n / 2].y * kq[4 * j + 2 * h + 1]);
       }
     }
   }
