@@ -18,10 +18,6 @@ bool backward_applies(const BackwardParams& params) {
   const Problem& p = params.problem;
   const Shape& s = p.shape;
   if (!has_kernel(s) || s.tokens >= INT32_MAX || s.batch >= INT32_MAX) return false;
-  // The workspaces' maps count rows in 32 bits.
-  const int64_t places =
-      chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, kC) * s.value_heads;
-  if (places * s.value_dim > INT32_MAX) return false;
   const auto map = [&](const auto& x, int64_t heads) {  // a gradient that is not wanted is null
     return x.data == nullptr || has_map(x, s.batch, s.tokens, heads);
   };
@@ -42,15 +38,11 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void
   const bool packed = a.cu_seqlens != nullptr;
   const int64_t dim = a.key_dim;
   const int64_t batch = packed ? 1 : a.sequences;
-  const int64_t places = chunk_slots(a.sequences, a.tokens, packed, kC) * a.value_heads;
   if (a.sequences * a.value_heads == 0) return cudaSuccess;
   BackwardMaps maps{};
   CUtensorMap v{};
   const auto map = [&](CUtensorMap& out, const View& x, int64_t heads) {
     return make_map(out, x, dtype, batch, a.tokens, heads, dim);
-  };
-  const auto workspace = [&](CUtensorMap& out, const void* data, int64_t rows) {
-    return make_map(out, View{data, 0, dim, 0}, dtype, 1, places * rows, 1, dim);
   };
   // Without a token there is nothing to map: the walks only pass the states through.
   const bool any = batch * a.tokens > 0;
@@ -60,11 +52,10 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void
   };
   if (any && !(map(maps.q, a.q, a.heads) && map(maps.k, a.k, a.heads) &&
                map(v, a.v, a.value_heads) && map(maps.grad_o, a.grad_o, a.value_heads) &&
-               workspace(maps.u, a.u, kC) && workspace(maps.state, a.states, dim) &&
                gradient(maps.grad_q, a.grad_q) && gradient(maps.grad_k, a.grad_k))) {
     return cudaErrorInvalidValue;
   }
-  const ScanMaps scan{maps.q, maps.k, v, maps.u};
+  const ScanMaps scan{maps.q, maps.k, v, {}};
   ScanArgs args{};
   args.common = a;
   float* states = set_parts(args, plan, parts);

@@ -8,12 +8,10 @@ namespace efla::cuda::sm90 {
 
 inline constexpr int kScalarWarps = 2;  // a thread per token
 
-// Boxes of 64 x 64: of tokens as in the scan; the others over all rows of the workspaces.
+// Boxes as in the scan, [B, T, H, K = V].
 struct BackwardMaps {
-  CUtensorMap q, k, grad_o;    // [B, T, H, K = V]
-  CUtensorMap grad_q, grad_k;  // likewise, where heads are not grouped
-  CUtensorMap u;               // [slots * HV * kC, V]
-  CUtensorMap state;           // transposed, [slots * HV * V, K]
+  CUtensorMap q, k, grad_o;
+  CUtensorMap grad_q, grad_k;  // where heads are not grouped
 };
 
 using Tile = unsigned char[kC * 128];  // 64 rows of 64 columns

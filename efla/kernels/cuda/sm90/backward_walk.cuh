@@ -36,8 +36,8 @@ __device__ __forceinline__ void feed_tokens(const BackwardMaps& maps, Shared& s,
 
 // The thread that feeds what the forward walk kept.
 template <bool kErase, int kDim, bool kAdvance>
-__device__ __forceinline__ void feed_kept(const BackwardMaps& maps, const ChunkArgs& a,
-                                          BackwardShared<kDim, kAdvance>& s, const Place& p) {
+__device__ __forceinline__ void feed_kept(const ChunkArgs& a, BackwardShared<kDim, kAdvance>& s,
+                                          const Place& p) {
   using Shared = BackwardShared<kDim, kAdvance>;
   constexpr int kTile = Shared::kTile, kTiles = Shared::kTiles;
   constexpr int kBytes = (kErase ? 2 : 1) * kTile + static_cast<int>(sizeof(ChunkScalars));
@@ -55,18 +55,14 @@ __device__ __forceinline__ void feed_kept(const BackwardMaps& maps, const ChunkA
     load_bytes(s.scores[i], static_cast<unsigned char*>(a.scores) + place * kTile, kTile, full);
     load_bytes(&s.scalars[i], a.scalars + place * kScalarRows * kC, sizeof(ChunkScalars), full);
     if constexpr (!kAdvance) {
-      const int wide = static_cast<int>(place);
+      constexpr int kWide = kTiles * kTile, kState = kTiles * kWide;
       s.state_free[i].wait(ring.round ^ 1);
-      s.state_full[i].arrive_expecting(kTiles * kTiles * kTile);
-      for (int j = 0; j < kTiles * kTiles; ++j) {
-        load_box(s.state[i][j / kTiles][j % kTiles], maps.state, s.state_full[i], j % kTiles * 64,
-                 0, wide * kDim + j / kTiles * 64, 0);
-      }
+      s.state_full[i].arrive_expecting(kState);
+      load_bytes(s.state[i], static_cast<unsigned char*>(a.states) + place * kState, kState,
+                 s.state_full[i]);
       s.u_free[i].wait(ring.round ^ 1);
-      s.u_full[i].arrive_expecting(kTiles * kTile);
-      for (int j = 0; j < kTiles; ++j) {
-        load_box(s.u[i][j], maps.u, s.u_full[i], 64 * j, 0, wide * kC, 0);
-      }
+      s.u_full[i].arrive_expecting(kWide);
+      load_bytes(s.u[i], static_cast<unsigned char*>(a.u) + place * kWide, kWide, s.u_full[i]);
     }
   }
 }
@@ -136,7 +132,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
   }
   if constexpr (kTrade) give_registers<kAdvance ? 40 : 48>();
   if (warp == 0 && lane == 0) feed_tokens(maps, s, p);
-  if (warp == 1 && lane == 0) feed_kept<kErase>(maps, args.common, s, p);
+  if (warp == 1 && lane == 0) feed_kept<kErase>(args.common, s, p);
   if constexpr (!kAdvance) {
     const int token = threadIdx.x % (32 * kScalarWarps);
     if (warp >= 2) ScalarGradients<T, kDim, kErase, kDecay>{args.common, s, p, token, lane}.walk();

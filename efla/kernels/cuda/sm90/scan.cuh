@@ -68,8 +68,9 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     token += kC;
     s.triangles_free[j].wait(out.round ^ 1);
     if (values && tokens < kC) {
-      s.values_full[i].wait(ring.round);
-      if (thread >= tokens && thread < kC) zero_row(s.v[i][0], kV / 64, thread);
+      const int n = Shared::kKeep ? chunk % 2 : i;
+      s.values_full[n].wait(Shared::kKeep ? chunk / 2 & 1 : ring.round);
+      if (thread >= tokens && thread < kC) zero_row(s.v[n][0], kV / 64, thread);
     }
     unsigned char* k = s.k[i][0];
     const unsigned char* q = s.q[Shared::kScores ? i : 0][0];
@@ -184,7 +185,6 @@ template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                                      ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  constexpr int kStages = Shared::kStages;
   constexpr bool kOutput = Shared::kOutput, kKeep = Shared::kKeep;
   const ChunkArgs& a = args.common;
   if (p.sequence < 0) return;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                   static_cast<int>(p.row));
         commit_stores();
         wait_stores_read<1>();
-        if (c > 0) s.values_free[i == 0 ? kStages - 1 : i - 1].arrive();
+        if (c > 0) s.values_free[i == 0 ? Shared::kStages - 1 : i - 1].arrive();
       }
     } else {
       T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +
@@ -246,27 +246,38 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
   };
 
-  Ring<kStages> ring;
+  // Sends this warpgroup's tiles of chunk c to a workspace, once all have written them.
+  const auto keep = [&](void* workspace, int count, int c, const void* tiles) {
+    fence_async_proxy();
+    sync_threads(2 + group, kWarpgroup);
+    if (thread == 0) {
+      const int bytes = count * Shared::kTile;
+      store_bytes(static_cast<unsigned char*>(workspace) +
+                      (workspace_place(a, p, c) * Shared::kGroups + group) * bytes,
+                  tiles, bytes);
+      commit_stores();
+    }
+  };
+
+  Ring<Shared::kStages> ring;
+  Ring<Shared::kValueStages> value_ring;
   Ring<2> triangles;
-  int previous = 0;  // buffer of the chunk before
+  int previous = 0;  // buffer of v of the chunk before
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
-    const int i = ring.index, j = triangles.index;
+    const int i = ring.index, j = triangles.index, vi = kKeep ? value_ring.index : i;
     const ChunkScalars& scalars = s.scalars[j];
     s.ready[j].wait(triangles.round);
     fence_products();
     multiply_state<T, kK>(r, packed, s.k[i]);
-    if constexpr (kKeep) {
-      T* rows = static_cast<T*>(a.states) +
-                (workspace_place(a, p, c) * a.columns + column + 16 * (thread / 32)) * kK;
+    if constexpr (kKeep) {  // the state while the product runs
 #pragma unroll
       for (int n = 0; n < kK / 16; ++n) {
-#pragma unroll
-        for (int h = 0; h < 4; ++h) {
-          *reinterpret_cast<uint32_t*>(rows + (lane / 4 + h % 2 * 8) * kK + 16 * n + h / 2 * 8 +
-                                       lane % 4 * 2) = packed[n][h];
-        }
+        stmatrix_x4(shared_address(s.kept[group][n / 4]) +
+                        tile_offset(16 * (thread / 32) + lane % 16, n % 4 * 16 + lane / 16 * 8),
+                    packed[n]);
       }
+      keep(a.states, kK / 64, c, s.kept[group][0]);
     }
     if constexpr (kOutput) {
       if (c > 0) round_output(previous);  // while the product runs
@@ -276,9 +287,9 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
     wait_products<0>();
     pin(r);
-    if (values) s.values_full[i].wait(ring.round);
+    if (values) s.values_full[vi].wait(kKeep ? value_ring.round : ring.round);
     uint32_t u[4][4];
-    make_r<T>(u, r, shared_address(s.v[i][group]) + lane_offset, scalars, values);
+    make_r<T>(u, r, shared_address(s.v[vi][group]) + lane_offset, scalars, values);
     if constexpr (kErase) {
       fence_products();
       const uint64_t b = describe_rows(s.inverse[j]);
@@ -336,16 +347,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     } else if constexpr (kKeep) {  // U, without decay over |k|, while the product runs
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        stmatrix_x4_transposed(shared_address(s.v[i][group]) + lane_offset + n * 16 * 128,
+        stmatrix_x4_transposed(shared_address(s.v[vi][group]) + lane_offset + n * 16 * 128,
                                kDecay ? u[n] : key_u[n]);
       }
-      fence_async_proxy();
-      sync_threads(2 + group, kWarpgroup);
-      if (thread == 0) {
-        store_box(maps.o, s.v[i][group], column, 0, static_cast<int>(workspace_place(a, p, c)) * kC,
-                  0);
-        commit_stores();
-      }
+      if (thread == 0) wait_stores_read<0>();  // the state has left: all know behind the barrier
+      keep(a.u, 1, c, s.v[vi][group]);
       wait_products<0>();
     } else {
       wait_products<0>();
@@ -359,14 +365,15 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     if (lane == 0) {
       s.keys_free[i].arrive();
       s.triangles_free[j].arrive();
-      if (!Shared::kScores && values) s.values_free[i].arrive();
+      if (!Shared::kScores && values) s.values_free[vi].arrive();
     }
     if (kKeep && thread == 0) {
       wait_stores_read<0>();
-      s.values_free[i].arrive();
+      s.values_free[vi].arrive();
     }
     previous = i;
     ring.advance();
+    if constexpr (kKeep) value_ring.advance();
     triangles.advance();
   }
   if constexpr (kOutput) {

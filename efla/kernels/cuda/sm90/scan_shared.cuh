@@ -19,17 +19,19 @@ struct ScanShared {
   static constexpr int kStages = 3;
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
   static constexpr bool kScores = kOutput || kKeep;
+  static constexpr int kValueStages = kKeep ? 2 : 3;
 
   unsigned char k[kStages][kK / 64][kTile];
   unsigned char q[kScores ? kStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
-  unsigned char v[kStages][kGroups][kTile];  // later o or U
+  unsigned char v[kValueStages][kGroups][kTile];  // later o or U
+  unsigned char kept[kKeep ? kGroups : 1][kKeep ? kK / 64 : 1][kKeep ? kTile : 1024];  // S^T
   unsigned char inverse[2][kTile];
   unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
   PrepareScratch scratch;
   ChunkScalars scalars[2];
-  Barrier keys_full[kStages], keys_free[kStages];      // k and q
-  Barrier values_full[kStages], values_free[kStages];  // v
-  Barrier ready[2], triangles_free[2];                 // inverse, scores, scalars
+  Barrier keys_full[kStages], keys_free[kStages];                // k and q
+  Barrier values_full[kValueStages], values_free[kValueStages];  // v
+  Barrier ready[2], triangles_free[2];                           // inverse, scores, scalars
 };
 
 // Position in a ring of buffers: which one is next, and the parity of its present round.
@@ -48,6 +50,8 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
     for (int i = 0; i < Shared::kStages; ++i) {
       s.keys_full[i].init(1);
       s.keys_free[i].init(4 * Shared::kGroups);
+    }
+    for (int i = 0; i < Shared::kValueStages; ++i) {
       s.values_full[i].init(1);
       s.values_free[i].init(Shared::kScores ? Shared::kGroups : 4 * Shared::kGroups);
     }
@@ -89,7 +93,7 @@ __device__ __forceinline__ void feed_values(const ScanMaps& maps, ScanShared<kK,
   using Shared = ScanShared<kK, kV, kWalk>;
   const int chunks = chunks_of(p), row = static_cast<int>(p.row);
   int token = static_cast<int>(p.begin);
-  Ring<Shared::kStages> ring;
+  Ring<Shared::kValueStages> ring;
   for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
     const int i = ring.index;
     s.values_free[i].wait(ring.round ^ 1);
@@ -100,7 +104,8 @@ __device__ __forceinline__ void feed_values(const ScanMaps& maps, ScanShared<kK,
   }
 }
 
-// Where the backward's workspaces hold chunk `chunk` of a place.
+// Where the backward's workspaces hold chunk `chunk` of a place. Tiles lie there as in shared
+// memory.
 __device__ __forceinline__ int64_t workspace_place(const ChunkArgs& a, const Place& p, int chunk) {
   return (int64_t{p.slot} + chunk) * a.value_heads + p.hv;
 }
