@@ -19,21 +19,23 @@ using Tile = unsigned char[kC * 128];  // 64 rows of 64 columns
 // Per token, from the scalars' warps to the warpgroup of dQ and dK. |k| is that of what the step
 // rule sees (1 for a zero key), r = 1 / |k| of the optional l2 normalisation, else 1.
 struct TokenFactors {
-  float row[kC];         // -r |k|
-  float symmetric[kC];   // -e r |k|: of D o dL o K in dK
-  float column[kC];      // r / |k|, with decay; else U comes with it
-  float cumulative[kC];  // G, inclusive
-  float query[kC];       // scale, times 1 / |q| of the optional l2 normalisation
-  float key[kC];         // r
-  float z[kC];           // -e Gamma r |k|: of Z in dK
-  float x[kC];           // exp(G_C - G) r / |k|: of X, with decay
-  float y[kC];           // Gamma: of Y in dQ
+  float row[kC];        // -r |k|
+  float symmetric[kC];  // -e r |k|: of D o dL o K in dK
+  float column[kC];     // r / |k|, with decay; else U comes with it
+  // As in PrepareScratch.
+  float gate[kC], head[kC], column_tail[kC];
+  alignas(16) float block_gate[4];
+  float query[kC];  // scale, times 1 / |q| of the optional l2 normalisation
+  float key[kC];    // r
+  float z[kC];      // -e Gamma r |k|: of Z in dK
+  float x[kC];      // exp(G_C - G) r / |k|: of X, with decay
+  float y[kC];      // Gamma: of Y in dQ
 };
 
 // Per token, the other way.
 struct TokenSums {
   float zk[kC], yq[kC], xk[kC];  // row sums of Z o K, Y o Q and of r gate_k X o K
-  float pairs[2][kC];            // row sums of D o dL o KK^T and of D o dP o scale QK^T
+  float pairs[2][kC];            // row sums of D o dL o KK^T and of (D o dP o scale QK^T)^T
   float columns[2][4][kC];       // their column sums by warp, the first times e
 };
 
@@ -54,12 +56,12 @@ struct BackwardShared {
   unsigned char grad_state[kKept][kTiles][kTiles][kTile];  // dS^T after the chunk, [of V][of K]
   unsigned char state[kKept][kTiles][kTiles][kRest];       // S^T before it
   unsigned char u[kKept][kTiles][kRest], grad_r[kKept][kTiles][kRest];
-  unsigned char pairs[2][kRest];  // C x C operands of dQ and dK, later dK
+  unsigned char pairs[3][kRest];  // C x C operands of dQ and dK, later dK
   ChunkScalars scalars[kOthers];  // of the forward walk
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
   float write_dot[kKept][kTiles][kC];  // dR.v by tile of V
-  float halves[3 * kScalarWarps];      // parts of sums over tokens, by warp
+  float halves[2 * kScalarWarps];      // parts of sums over tokens, by warp
 
   Place place;  // of the block; here, and not in registers, where it would spill
 

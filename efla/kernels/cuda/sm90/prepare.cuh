@@ -278,8 +278,8 @@ struct GateFactors {
   float f[4];  // of the blocks
 
   GateFactors() = default;
-  explicit __device__ __forceinline__ GateFactors(const PrepareScratch& s) {
-    const float4 x = *reinterpret_cast<const float4*>(s.block_gate);
+  explicit __device__ __forceinline__ GateFactors(const float (&block_gate)[4]) {
+    const float4 x = *reinterpret_cast<const float4*>(block_gate);
     f[0] = x.x, f[1] = x.y, f[2] = x.z, f[3] = x.w;
   }
   // Over the blocks first < b < last.
@@ -388,7 +388,7 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
   if constexpr (kDecay) {
     share_rows(rows.head, c.erase * head, thread);
     share_rows(rows.gate, c.log_gate, thread);
-    const GateFactors factors(s);
+    const GateFactors factors(s.block_gate);
     before = factors.between(-1, thread / 32) * head;
     behind = factors.between(thread / 32, 4) * tail;
     gate = factors.between(-1, 4);
@@ -412,7 +412,7 @@ __device__ __forceinline__ void store_lower(PrepareScratch& s, const RowScalars&
   const auto store = [&](int j, int h, float x, float y) {
     *reinterpret_cast<uint32_t*>(&s.lower[16 * warp + 8 * h + r][8 * j + t4]) = half_pair(x, y);
   };
-  const GateFactors gates = kDecay ? GateFactors(s) : GateFactors();
+  const GateFactors gates = kDecay ? GateFactors(s.block_gate) : GateFactors();
   // Columns of the 16-token blocks before this warp's own. Factors are read ahead of the writes:
   // the compiler cannot tell that they do not overlap.
 #pragma unroll
@@ -477,7 +477,7 @@ __device__ __forceinline__ void store_scores(const PrepareScratch& s, const floa
     *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) = pack<T>(x, y);
   };
   const float scale[2] = {s.column_scale[row], s.column_scale[row + 8]};
-  const GateFactors gates = kDecay ? GateFactors(s) : GateFactors();
+  const GateFactors gates = kDecay ? GateFactors(s.block_gate) : GateFactors();
   float tail[2] = {};
   if constexpr (kDecay) tail[0] = s.column_tail[row], tail[1] = s.column_tail[row + 8];
 #pragma unroll

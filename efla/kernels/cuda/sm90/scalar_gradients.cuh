@@ -17,7 +17,7 @@ struct ScalarGradients {
 
   // This thread's token: its inputs, and what make_factors() found.
   struct Token {
-    float beta, log_decay, lambda, norm, key_scale, erase, query, gamma, total;
+    float beta, log_decay, lambda, norm, key_scale, erase, query, gamma, through;
   };
 
   static __device__ __forceinline__ void sync() { sync_threads(3, 32 * kScalarWarps); }
@@ -55,24 +55,26 @@ struct ScalarGradients {
     x.norm = kk > 0.f ? sqrtf(x.lambda) : 1.f;
     StepCoefficients<float> c{0.f, 0.f, 0.f};
     if (t < tokens) c = step_coefficients(a.rule, x.beta, x.lambda, kDecay, x.log_decay);
-    float sum = 0.f, out = 1.f;
     x.gamma = 1.f;
     if constexpr (kDecay) {
-      sum = c.log_gate;
+      float sum = c.log_gate;
 #pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
+      for (int offset = 1; offset < 16; offset *= 2) {
         const float other = __shfl_up_sync(0xffffffffu, sum, offset);
-        if (lane >= offset) sum += other;
+        if (lane % 16 >= offset) sum += other;
       }
-      sync();  // the halves of the chunk before have been read
-      if (lane == 31) s.halves[t / 32] = sum;
+      const float head = expf(sum), column = x.key_scale / x.norm;
+      const float tail = expf(__shfl_sync(0xffffffffu, sum, lane | 15) - sum);
+      if (lane % 16 == 15) f.block_gate[t / 16] = head;
       sync();
-      x.total = s.halves[0] + s.halves[1];
-      if (t >= 32) sum += s.halves[0];
-      x.gamma = expf(sum), out = expf(x.total - sum);
-      f.column[t] = x.key_scale / x.norm;
-      f.cumulative[t] = sum;
-      f.x[t] = out * x.key_scale / x.norm;
+      const GateFactors gates(f.block_gate);
+      x.gamma = gates.between(-1, t / 16) * head;
+      x.through = gates.between(-1, 4);
+      f.gate[t] = sum;
+      f.head[t] = head;
+      f.column[t] = column;
+      f.column_tail[t] = tail * column;
+      f.x[t] = gates.between(t / 16, 4) * tail * column;
     }
     x.erase = c.erase;
     x.query = a.scale * (a.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.f);
@@ -104,15 +106,15 @@ struct ScalarGradients {
     }
     if constexpr (kDecay) {
       const float yq = x.query * x.gamma * s.sums.yq[t], xk = s.sums.xk[t];
-      float gate = x.erase * grad_erase + s.sums.pairs[1][t] + yq - xk;
+      float gate = x.erase * grad_erase - s.sums.pairs[1][t] + yq - xk;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        gate -= s.sums.columns[1][i][t];
+        gate += s.sums.columns[1][i][t];
         if constexpr (kErase) gate -= s.sums.columns[0][i][t];
       }
       // From this token to the chunk's last, and what the whole chunk lets through.
-      const float2 through = sum_halves(xk + expf(x.total) * states, 1);
-      const float2 gates = sum_halves(gate, 2);
+      const float2 through = sum_halves(xk + x.through * states, 0);
+      const float2 gates = sum_halves(gate, 1);
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
         const float other = __shfl_down_sync(0xffffffffu, gate, offset);
@@ -123,7 +125,7 @@ struct ScalarGradients {
     const auto g = step_coefficients_backward(a.rule, x.beta, x.lambda, kDecay, x.log_decay,
                                               {grad_gate, grad_erase, x.norm * write_dot});
     if constexpr (kErase) {
-      *reinterpret_cast<T*>(s.pairs[0] + tile_offset(t, t)) =
+      *reinterpret_cast<T*>(s.pairs[2] + tile_offset(t, t)) =
           T(2.f * g.lambda * x.key_scale * x.key_scale);
       fence_async_proxy();
     }

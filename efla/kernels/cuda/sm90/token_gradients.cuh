@@ -107,87 +107,133 @@ struct TokenGradients {
     for (int n = 0; n < kDim / 4; ++n) d[2 * n] *= n % 2 ? y : x, d[2 * n + 1] *= n % 2 ? y : x;
   }
 
-  // From pair = dO U^T (kScores) or dR U^T, and gram = Q K^T (with decay) or K K^T, to the C x C
-  // operands and their sums. kScores: s.pairs[0] = D o dP / scale, s.pairs[1] = (scale D o dP)^T,
-  // for K and Q as stored. Else s.pairs[0] = B + B^T for K as stored, its diagonal zero.
+  // Sums over the rows of an accumulator's block of 16 columns 8 (n / 2) + t4 + n % 2, for the
+  // scalars' warps.
+  __device__ __forceinline__ void keep_columns(float (&sums)[kC], int block,
+                                               const float (&x)[4]) const {
+    const bool high = (lane & 16) != 0, odd = (lane & 8) != 0;
+    float two[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      two[n] = high ? x[2 + n] : x[n];
+      two[n] += __shfl_xor_sync(0xffffffffu, high ? x[n] : x[2 + n], 16);
+    }
+    float sum = odd ? two[1] : two[0];
+    sum += __shfl_xor_sync(0xffffffffu, odd ? two[0] : two[1], 8);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 4);
+    if ((lane & 4) == 0) sums[16 * block + 8 * high + t4 + odd] = sum;
+  }
+
+  // The C x C operands and their sums. kScores: rows are i, columns t >= i; from pair = U dO^T and
+  // gram = K Q^T (with decay) s.pairs[0] = D o dP / scale and s.pairs[1] = (scale D o dP)^T, for K
+  // and Q as stored. Else rows are t, columns i < t; from pair = dR U^T and gram = K K^T
+  // s.pairs[2] = B + B^T for K as stored, its diagonal zero. So a warp has as much of both together
+  // as the others.
   template <bool kScores>
   __device__ __forceinline__ void make_operands(const float (&pair)[32], const float (&gram)[32],
                                                 const TokenFactors& f) {
     constexpr bool kSums = kDecay || !kScores;
-    const float(&factors)[kC] = kScores ? f.query : f.symmetric;
-    const float factor[2] = {factors[row0], factors[row0 + 8]};
-    const float gate[2] = {kDecay ? f.cumulative[row0] : 0.f,
-                           kDecay ? f.cumulative[row0 + 8] : 0.f};
+    const float symmetric[2] = {kScores ? 0.f : f.symmetric[row0],
+                                kScores ? 0.f : f.symmetric[row0 + 8]};
+    GateFactors gates;
+    float gate[2], near[2];  // near: from this row to the edge of its 16 tokens
+    if constexpr (kDecay) {
+      gates = GateFactors(f.block_gate);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        gate[h] = f.gate[row0 + 8 * h];
+        near[h] = kScores ? f.column_tail[row0 + 8 * h] : f.head[row0 + 8 * h];
+      }
+    }
     float sums[2] = {};
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {   // this warp's rows t, columns i of 16 x 16 blocks
-      uint32_t direct[4] = {}, turned[4] = {};  // for [t][i] and [i][t]
-      if (block <= warp) {
+    for (int block = 0; block < 4; ++block) {  // 16 columns; registers as of an operand A
+      uint32_t plain[4] = {}, scaled[4] = {};
+      const bool same = block == warp;
+      if (kScores ? block >= warp : block <= warp) {
         float columns[4] = {};
+        const float between = !kDecay   ? 1.f
+                              : kScores ? gates.between(warp, block)
+                                        : gates.between(block, warp);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {  // column group 2 block + n / 2, rows row0 + 8 (n % 2)
-          const int h = n % 2, t = row0 + 8 * h, i = 16 * block + n / 2 * 8 + t4;
-          // D o dP / scale, or -D o dL / (r |k_t|); without decay U came over |k_i| / r.
-          float x = pair[8 * block + 2 * n], y = pair[8 * block + 2 * n + 1];
+        for (int j = 0; j < 2; ++j) {
+          const int c = 16 * block + 8 * j + t4;
+          float2 query, far, other, column;
+          if constexpr (kScores) query = float_pair(f.query, c);
           if constexpr (kDecay) {
-            const float2 column = *reinterpret_cast<const float2*>(&f.column[i]);
-            const float2 other = *reinterpret_cast<const float2*>(&f.cumulative[i]);
-            x *= column.x * __expf(gate[h] - other.x);
-            y *= column.y * __expf(gate[h] - other.y);
-          }
-          if (block == warp) {
-            if (kScores ? i > t : i >= t) x = 0.f;
-            if (kScores ? i + 1 > t : i + 1 >= t) y = 0.f;
-          }
-          if constexpr (kSums) {
-            const float gx = x * gram[8 * block + 2 * n], gy = y * gram[8 * block + 2 * n + 1];
-            sums[h] += gx + gy;
-            if constexpr (kDecay) {
-              columns[n / 2 * 2] += factor[h] * gx;
-              columns[n / 2 * 2 + 1] += factor[h] * gy;
+            far = float_pair(kScores ? f.head : f.column_tail, c);
+            if (same) {
+              other = float_pair(f.gate, c);
+              if (!kScores) column = float_pair(f.column, c);
             }
           }
-          turned[n] = pack<T>(factor[h] * x, factor[h] * y);
-          direct[n] = kScores ? pack<T>(x, y) : turned[n];
-        }
-        if constexpr (kDecay) {
 #pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            float sum = columns[n];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 4);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 8);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-            if (lane < 4) {
-              s.sums.columns[kScores][warp][16 * block + n / 2 * 8 + t4 + n % 2] = sum;
+          for (int h = 0; h < 2; ++h) {
+            // D o dP / scale, or -D o dL / (r |k_t|); without decay U came over |k_i| / r.
+            const int at = 8 * block + 4 * j + 2 * h;
+            float x = pair[at], y = pair[at + 1];
+            if constexpr (kDecay) {
+              if (!same) {
+                x *= near[h] * between * far.x, y *= near[h] * between * far.y;
+              } else if (kScores) {
+                const float own = f.column[row0 + 8 * h];
+                x *= own * __expf(other.x - gate[h]), y *= own * __expf(other.y - gate[h]);
+              } else {
+                x *= column.x * __expf(gate[h] - other.x);
+                y *= column.y * __expf(gate[h] - other.y);
+              }
             }
+            if (same) {
+              const int r = lane / 4;
+              if (j == h) {
+                if (kScores ? t4 < r : t4 >= r) x = 0.f;
+                if (kScores ? t4 + 1 < r : t4 + 1 >= r) y = 0.f;
+              } else if ((j < h) == kScores) {
+                x = y = 0.f;
+              }
+            }
+            const float sx = x * (kScores ? query.x : symmetric[h]);
+            const float sy = y * (kScores ? query.y : symmetric[h]);
+            if constexpr (kSums) {
+              const float gx = (kScores ? sx : x) * gram[at],
+                          gy = (kScores ? sy : y) * gram[at + 1];
+              sums[h] += gx + gy;
+              if constexpr (kDecay) {
+                columns[2 * j] += kScores ? gx : symmetric[h] * gx;
+                columns[2 * j + 1] += kScores ? gy : symmetric[h] * gy;
+              }
+            }
+            scaled[2 * j + h] = pack<T>(sx, sy);
+            plain[2 * j + h] = pack<T>(x, y);
           }
         }
+        if constexpr (kDecay) keep_columns(s.sums.columns[kScores][warp], block, columns);
       } else if (kDecay && lane < 16) {
         s.sums.columns[kScores][warp][16 * block + lane] = 0.f;
       }
       const int direct_at = tile_offset(16 * warp + lane % 16, 16 * block + lane / 16 * 8);
       const int turned_at =
           tile_offset(16 * block + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8);
-      if (kScores) {  // zero above the diagonal
-        stmatrix_x4(shared_address(s.pairs[0]) + direct_at, direct);
-        stmatrix_x4_transposed(shared_address(s.pairs[1]) + turned_at, turned);
+      if (kScores) {  // zero where t < i
+        stmatrix_x4(shared_address(s.pairs[1]) + direct_at, scaled);
+        stmatrix_x4_transposed(shared_address(s.pairs[0]) + turned_at, plain);
       } else if (block <= warp) {
-        if (block == warp) {  // both in one block: where one has elements the other has zeros
-          direct[0] = add_pairs<T>(direct[0], transpose(turned[0]));
-          direct[2] = transpose(turned[1]);
-          direct[3] = add_pairs<T>(direct[3], transpose(turned[3]));
+        uint32_t direct[4] = {scaled[0], scaled[1], scaled[2], scaled[3]};
+        if (same) {  // both in one block: where one has elements the other has zeros
+          direct[0] = add_pairs<T>(direct[0], transpose(scaled[0]));
+          direct[2] = transpose(scaled[1]);
+          direct[3] = add_pairs<T>(direct[3], transpose(scaled[3]));
         } else {
-          stmatrix_x4_transposed(shared_address(s.pairs[0]) + turned_at, turned);
+          stmatrix_x4_transposed(shared_address(s.pairs[2]) + turned_at, scaled);
         }
-        stmatrix_x4(shared_address(s.pairs[0]) + direct_at, direct);
+        stmatrix_x4(shared_address(s.pairs[2]) + direct_at, direct);
       }
     }
     if constexpr (kSums) {
-      const float(&rows)[kC] = kScores ? f.query : f.row;
-      keep_sums(s.sums.pairs[kScores], rows[row0] * sum_quad(sums[0]),
-                rows[row0 + 8] * sum_quad(sums[1]));
+      const float x = sum_quad(sums[0]), y = sum_quad(sums[1]);
+      keep_sums(s.sums.pairs[kScores], kScores ? x : f.row[row0] * x,
+                kScores ? y : f.row[row0 + 8] * y);
     }
-    fence_async_proxy();
   }
 
   // Backward of x r, r = 1 / |x|, in place, from d = r g: r (g - x r^2 (x.g)).
@@ -253,26 +299,41 @@ struct TokenGradients {
     return true;
   }
 
-  // What needs no dR: the operands of dP, and dQ.
-  __device__ __forceinline__ void query_gradients(const Tile* k, const Tile* q,
-                                                  const TokenFactors& f, int64_t begin, int tokens,
-                                                  int buffer, uint32_t buffer_round) {
-    {
-      float pair[32], gram[32];
-      s.u_full[kept].wait(kept_round);
+  // s.pairs and their sums.
+  __device__ __forceinline__ void square_operands(const Tile* k, const Tile* q,
+                                                  const TokenFactors& f, int buffer,
+                                                  uint32_t buffer_round) {
+    float pair[32], gram[32];
+    s.u_full[kept].wait(kept_round);
+    fence_products();
+    multiply_rows(pair, s.u[kept], s.grad_o[kept]);
+    if constexpr (kDecay) multiply_rows(gram, k, q);
+    commit_products();
+    s.factors_full[buffer].wait(buffer_round);
+    stores_left();
+    sync();  // dK of the chunk before has left s.pairs
+    wait_products<0>();
+    pin(pair);
+    if constexpr (kDecay) pin(gram);
+    make_operands<true>(pair, gram, f);
+    s.grad_r_full[kept].wait(kept_round);
+    if constexpr (kErase) {
       fence_products();
-      multiply_rows(pair, s.grad_o[kept], s.u[kept]);
-      if constexpr (kDecay) multiply_rows(gram, q, k);
+      multiply_rows(pair, s.grad_r[kept], s.u[kept]);
+      multiply_rows(gram, k, k);
       commit_products();
       wait_products<0>();
       pin(pair);
-      if constexpr (kDecay) pin(gram);
-      s.factors_full[buffer].wait(buffer_round);
-      stores_left();
-      sync();  // dK of the chunk before has left s.pairs
-      make_operands<true>(pair, gram, f);
+      pin(gram);
+      make_operands<false>(pair, gram, f);
     }
+    fence_async_proxy();
     sync();
+  }
+
+  __device__ __forceinline__ void query_gradients(const Tile* k, const Tile* q,
+                                                  const TokenFactors& f, int64_t begin,
+                                                  int tokens) {
     float d[kDim / 2];
     s.state_full[kept].wait(kept_round);
     multiply_state(d, s.grad_o[kept], s.state[kept], false);
@@ -331,27 +392,12 @@ struct TokenGradients {
     float d[kDim / 2];
     float2 zk = make_float2(0.f, 0.f);
     if constexpr (kErase) {
-      {
-        float pair[32], gram[32];
-        fence_products();
-        multiply_rows(gram, k, k);
-        s.grad_r_full[kept].wait(kept_round);
-        fence_products();
-        multiply_rows(pair, s.grad_r[kept], s.u[kept]);
-        commit_products();
-        wait_products<0>();
-        pin(pair);
-        pin(gram);
-        make_operands<false>(pair, gram, f);
-      }
       multiply_state(d, s.grad_r[kept], s.state[kept], false);
       wait_products<0>();
       pin(d);
       zk = row_dots(d, k);
       keep_sums(s.sums.zk, zk.x, zk.y);
       scale_rows(d, f.z[row0], f.z[row0 + 8]);
-    } else {
-      s.grad_r_full[kept].wait(kept_round);
     }
     if (stores_left()) s.grad_o_free[kept].arrive();
     arrive_warp(s.grad_r_free[kept]);
@@ -372,8 +418,8 @@ struct TokenGradients {
     arrive_warp(s.u_free[kept]);
     arrive_warp(s.grad_state_free[kept]);
     if constexpr (kErase) {
-      s.diagonal_full.wait(round);  // so the rest of s.pairs[0] is there, too
-      add_square(d, s.pairs[0], k);
+      s.diagonal_full.wait(round);
+      add_square(d, s.pairs[2], k);
     } else {
       s.diagonal_full.wait(round);  // for s.sums, which the next chunk writes
     }
@@ -402,9 +448,16 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
       s.grad_o_full[step % kKept].wait(step / kKept & 1);
       if (tokens < kC) s.cleared.wait(0);
       hide(thread);
+      Gradients{maps, a, s, p, thread / 32, thread % 32, step}.square_operands(
+          s.k[stage], s.q[stage], s.factors[stage], stage, step / 2 & 1);
+    }
+    hide(thread);
+    hide(step);
+    {
+      const int stage = step % 2, chunk = reversed(chunks_of(p), step),
+                tokens = tokens_of(p, chunk);
       Gradients{maps, a, s, p, thread / 32, thread % 32, step}.query_gradients(
-          s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens, stage,
-          step / 2 & 1);
+          s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens);
     }
     hide(thread);
     hide(step);
