@@ -29,45 +29,55 @@ __device__ __forceinline__ void clear_slack(Shared& s, int tokens) {
   s.cleared.arrive();
 }
 
-// dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, from where dR lies for the
-// products.
+// dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, 16 rows at a time.
 template <typename T>
-__device__ __forceinline__ void value_gradients(const ChunkArgs& a, const Place& p,
-                                                const unsigned char* grad_r, const float* write,
-                                                float* write_dot, int column, int64_t begin,
-                                                int tokens) {
-  const int thread = threadIdx.x % kWarpgroup, c = thread % 8;
-  uint4 value[kC / 16];  // read at once, for they come from far
+struct ValueGradients {
+  const ChunkArgs& a;
+  const Place& p;
+  const int thread;  // of the warpgroup
+  const int column;  // its first
+  const int64_t begin;
+  const int tokens;
+
+  __device__ __forceinline__ int row(int i) const { return 16 * i + thread / 8; }
+
+  // Reads v, long ahead of its use: it comes from far.
+  __device__ __forceinline__ void read(uint4 (&value)[kC / 16]) const {
+    const T* v = element<T>(a.v, p.row, begin + thread / 8, p.hv) + column + thread % 8 * 8;
 #pragma unroll
-  for (int i = 0; i < kC / 16; ++i) {
-    const int r = 16 * i + thread / 8;
-    value[i] = make_uint4(0, 0, 0, 0);
-    if (r < tokens) {
-      value[i] =
-          *reinterpret_cast<const uint4*>(element<T>(a.v, p.row, begin + r, p.hv) + column + 8 * c);
+    for (int i = 0; i < kC / 16; ++i, v += 16 * a.v.token) {
+      value[i] = make_uint4(0, 0, 0, 0);
+      if (row(i) < tokens) value[i] = *reinterpret_cast<const uint4*>(v);
     }
   }
-  T* out = static_cast<T*>(a.grad_v.data) + p.row * a.grad_v.batch +
-           (begin + thread / 8) * a.grad_v.token + p.hv * a.grad_v.head + column + 8 * c;
+
+  // From where dR lies for the products.
+  __device__ __forceinline__ void make(const unsigned char* grad_r, const float* write,
+                                       const uint4 (&value)[kC / 16], float* write_dot) const {
+    T* out = static_cast<T*>(a.grad_v.data) + p.row * a.grad_v.batch +
+             (begin + thread / 8) * a.grad_v.token + p.hv * a.grad_v.head + column + thread % 8 * 8;
 #pragma unroll
-  for (int i = 0; i < kC / 16; ++i, out += 16 * a.grad_v.token) {
-    const int r = 16 * i + thread / 8;
-    const uint4 grad = *reinterpret_cast<const uint4*>(grad_r + tile_offset(r, 8 * c));
-    float sum = dot<T>(grad, value[i]);
+    for (int i = 0; i < kC / 16; ++i, out += 16 * a.grad_v.token) {
+      const uint4 grad = *reinterpret_cast<const uint4*>(
+          grad_r + tile_offset(thread / 8, thread % 8 * 8) + i * 16 * 128);
+      float sum = dot<T>(grad, value[i]);
 #pragma unroll
-    for (int offset = 1; offset < 8; offset *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (c == 0) write_dot[r] = sum;
-    const float w = write[r];
-    const uint32_t g[4] = {grad.x, grad.y, grad.z, grad.w};
-    uint32_t x[4];
+      for (int offset = 1; offset < 8; offset *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      }
+      if (thread % 8 == 0) write_dot[row(i)] = sum;
+      const float w = write[row(i)];
+      const uint32_t g[4] = {grad.x, grad.y, grad.z, grad.w};
+      uint32_t x[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 pair = unpack<T>(g[j]);
-      x[j] = pack<T>(w * pair.x, w * pair.y);
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = unpack<T>(g[j]);
+        x[j] = pack<T>(w * pair.x, w * pair.y);
+      }
+      if (row(i) < tokens) *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
     }
-    if (r < tokens) *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
   }
-}
+};
 
 template <typename T, bool kErase, bool kDecay, int kDim, bool kAdvance>
 __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<kDim, kAdvance>& s,
@@ -152,6 +162,10 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       wait_products<0>();
       pin(u);
     }
+    const int chunk = reversed(chunks, step);
+    const ValueGradients<T> values{
+        a, p, thread, column, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk)};
+    uint4 value[kC / 16];
     uint32_t r[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) pack_step<T>(r[n], &u[8 * n]);
@@ -162,6 +176,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       for (int n = 0; n < 4; ++n) product_columns<T>(u, r[n], b + 128 * n, n > 0);
       commit_products();
     }
+    if constexpr (!kAdvance) values.read(value);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {  // gate_q dO, column group n / 2
       const float2 query = scalar_pair(scalars.query, n / 2);
@@ -206,10 +221,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       commit_products();
     }
     if constexpr (!kAdvance) {  // while the products run
-      const int chunk = reversed(chunks, step);
       sync_threads(4 + group, kWarpgroup);
-      value_gradients<T>(a, p, s.grad_r[kept][group], scalars.write, s.write_dot[kept][group],
-                         column, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk));
+      values.make(s.grad_r[kept][group], scalars.write, value, s.write_dot[kept][group]);
       s.write_dot_full[kept].arrive();
     }
     s.triangles_free[j].arrive();  // each thread has read scalars
