@@ -155,7 +155,7 @@ int64_t chunk_backward_workspace(const BackwardParams& params, const sm90::ScanP
   ChunkArgs a = make_args(p, arena);
   void *parts_q, *parts_k;
   add_backward(p, arena, a, hopper, parts_q, parts_k);
-  if (hopper) arena.take(sm90::scan_workspace(p, plan));
+  if (hopper) arena.take(sm90::parts_workspace(p, plan));
   return arena.used();
 }
 
@@ -206,7 +206,7 @@ cudaError_t chunk_backward(const BackwardParams& params, const sm90::ScanPlan& p
     a.grad_k = {parts_k, s.tokens * row, row, s.key_dim};
   }
   if (hopper) {
-    void* parts = arena.take(sm90::scan_workspace(p, plan));
+    void* parts = arena.take(sm90::parts_workspace(p, plan));
     if (auto e = sm90::backward(a, p.dtype, plan, parts, stream)) return e;
   } else if (auto e = dispatch(p.dtype, a, true, stream)) {
     return e;

@@ -102,10 +102,4 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   return sum;
 }
 
-// Lane 0 of a warp arrives for all its lanes.
-__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier.arrive();
-}
-
 }  // namespace efla::cuda::sm90

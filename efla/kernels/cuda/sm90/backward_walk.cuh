@@ -112,6 +112,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
   if (threadIdx.x == 0) {
     init_barriers<kDecay>(s);
     s.place = find_place(args, kDim);
+    if (kAdvance && s.place.first) s.place.sequence = -1;  // nobody asks for dS before it
   }
   __syncthreads();
   const Place& p = s.place;

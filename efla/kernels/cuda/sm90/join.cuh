@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(kJoinThreads, 1)
     for (int i = 0; i < kRows; ++i) {
       x[i] = *reinterpret_cast<const float2*>(add + (row + i) * a.value_dim + offset);
     }
+    if (step == 0) continue;  // its walk began with what enters
     if constexpr (kReverse) {
       using Rows = std::conditional_t<kRows == 4, float4, float2>;
       static_assert(sizeof(Rows) == kRows * sizeof(float));

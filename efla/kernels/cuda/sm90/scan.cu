@@ -17,6 +17,14 @@ constexpr int64_t kFewTiles = 48;
 // A part is not worth a walk of its own below this many tokens.
 constexpr int64_t kShortestPart = 1024;
 
+// What is kept of a chunk that was prepared.
+constexpr int64_t kSquareBytes = kC * kC * 2, kScalarBytes = kScalarRows * kC * 4;
+
+int64_t places(const Problem& p) {
+  const Shape& s = p.shape;
+  return chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, kC) * s.value_heads;
+}
+
 }  // namespace
 
 bool scan_applies(const ForwardParams& params) {
@@ -47,9 +55,15 @@ ScanPlan plan_scan(const Problem& problem) {
   return plan;
 }
 
-int64_t scan_workspace(const Problem& problem, const ScanPlan& plan) {
+int64_t parts_workspace(const Problem& problem, const ScanPlan& plan) {
   const Shape& s = problem.shape;
   return 3 * plan.part_slots * s.value_heads * s.key_dim * s.value_dim * int64_t{sizeof(float)};
+}
+
+int64_t scan_workspace(const Problem& problem, const ScanPlan& plan) {
+  return plan.part_tokens == 0
+             ? 0
+             : parts_workspace(problem, plan) + places(problem) * (2 * kSquareBytes + kScalarBytes);
 }
 
 cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void* workspace,
@@ -65,6 +79,12 @@ cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void
   a.o = params.o;
   a.final_state = static_cast<float*>(params.final_state);
   float* states = set_parts(args, plan, workspace);
+  if (plan.part_tokens > 0) {
+    auto* squares = static_cast<unsigned char*>(workspace) + parts_workspace(p, plan);
+    a.inverse = squares;
+    a.scores = squares += places(p) * kSquareBytes;
+    a.scalars = reinterpret_cast<float*>(squares + places(p) * kSquareBytes);
+  }
   ScanMaps maps{};
   if (s.batch * s.tokens > 0 &&
       !(make_map(maps.q, p.q, p.dtype, s.batch, s.tokens, s.heads, s.key_dim) &&

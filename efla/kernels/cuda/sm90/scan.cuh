@@ -15,11 +15,17 @@
 
 namespace efla::cuda::sm90 {
 
-// The auxiliary warpgroup.
-template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
-__device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
-                                        const Place& p, bool values) {
-  using Shared = ScanShared<kK, kV, kWalk>;
+// Zeroes rows of a chunk from `tokens` on: what lies behind the sequence may be anything, NaN too.
+template <int kTiles, typename Tiles>
+__device__ __forceinline__ void clear_rows(Tiles& tiles, int tokens, int thread) {
+  if (thread >= tokens && thread < kC) zero_row(tiles[0], kTiles, thread);
+}
+
+// The auxiliary warpgroup. Shared is a ScanShared, or a PrepareShared, which has no walk beside it.
+template <typename T, int kK, bool kErase, bool kDecay, typename Shared>
+__device__ __forceinline__ void prepare(const ChunkArgs& a, Shared& s, const Place& p,
+                                        bool values) {
+  constexpr bool kAlone = Shared::kAlone;
   int thread = threadIdx.x % kWarpgroup;
   // Above the diagonal the triangles stay zero.
   for (int i = thread; i < static_cast<int>(sizeof(s.scratch.inverse)) / 16; i += kWarpgroup) {
@@ -38,15 +44,13 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   int chunk = 0;  // for kKeep
   read_token<kDecay>(a, s.scratch, 0, row, token + thread, hv, thread, thread < left);
   float kk[32];
-  // Starts K K^T of the ring's chunk. What lies behind the sequence may be anything, NaN too.
+  // Starts K K^T of the ring's chunk.
   const auto start = [&](int tokens) {
     unsigned char* k = s.k[ring.index][0];
     s.keys_full[ring.index].wait(ring.round);
     if (tokens < kC) {
-      if (thread >= tokens && thread < kC) {
-        zero_row(k, kK / 64, thread);
-        if (Shared::kScores) zero_row(s.q[ring.index][0], kK / 64, thread);
-      }
+      clear_rows<kK / 64>(s.k[ring.index], tokens, thread);
+      if (Shared::kScores) clear_rows<kK / 64>(s.q[ring.index], tokens, thread);
       fence_async_proxy();
       sync_prepare();
     }
@@ -63,19 +67,24 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   while (left > 0) {
     // Or the addresses of all that follows are kept across chunks, and spill.
     hide_index<kWarpgroup>(thread);
-    const int i = ring.index, j = out.index, tokens = min(kC, left);
+    const int i = ring.index, j = out.index, square = j % Shared::kSquares;
+    const int tokens = min(kC, left);
     left -= kC;
     token += kC;
-    s.triangles_free[j].wait(out.round ^ 1);
-    if (values && tokens < kC) {
-      const int n = Shared::kKeep ? chunk % 2 : i;
-      s.values_full[n].wait(Shared::kKeep ? chunk / 2 & 1 : ring.round);
-      if (thread >= tokens && thread < kC) zero_row(s.v[n][0], kV / 64, thread);
+    if constexpr (kAlone) {
+      if (thread == 0) wait_stores_read<0>();  // all know behind make_scalars' barrier
+    } else {
+      s.triangles_free[j].wait(out.round ^ 1);
+      if (values && tokens < kC) {
+        const int n = Shared::kKeep ? chunk % 2 : i;
+        s.values_full[n].wait(Shared::kKeep ? chunk / 2 & 1 : ring.round);
+        clear_rows<Shared::kGroups>(s.v[n], tokens, thread);
+      }
     }
     unsigned char* k = s.k[i][0];
     const unsigned char* q = s.q[Shared::kScores ? i : 0][0];
     const RowScalars rows = make_scalars<T, kK, kDecay, Shared::kScores>(
-        a, s.scratch, kk, k, q, s.scalars[j], j, tokens, thread);
+        a, s.scratch, kk, k, q, s.scalars[square], j, tokens, thread);
     float kq[32];
     if constexpr (Shared::kScores) multiply_keys<T, kK>(kq, k, q);
     // For the warps with the least of L_hat.
@@ -84,7 +93,8 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     if constexpr (Shared::kScores) {
       wait_products<0>();
       pin(kq);
-      store_scores<T, kDecay>(s.scratch, kq, s.scores[j], thread);
+      if (kAlone) arrive_warp(s.keys_free[i]);
+      store_scores<T, kDecay>(s.scratch, kq, s.scores[square], thread);
     }
     ring.advance();
     wait_copies<0>();  // the next chunk's tokens are there behind the barrier
@@ -94,12 +104,12 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
       if (left > 0) start(min(kC, left));
     };
     if constexpr (kErase) {
-      invert<T>(s.scratch, s.inverse[j], thread, begin_next);
+      invert<T>(s.scratch, s.inverse[square], thread, begin_next);
     } else {
       begin_next();
     }
     fence_async_proxy();
-    s.ready[j].arrive();
+    if constexpr (!kAlone) s.ready[j].arrive();
     if constexpr (Shared::kKeep) {
       if (thread == 0) wait_stores_read<0>();  // those of the chunk before, whose buffers are next
       sync_prepare();
@@ -107,10 +117,11 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
         constexpr int kTile = Shared::kTile;
         const int64_t place = workspace_place(a, p, chunk);
         if (kErase) {
-          store_bytes(static_cast<unsigned char*>(a.inverse) + place * kTile, s.inverse[j], kTile);
+          store_bytes(static_cast<unsigned char*>(a.inverse) + place * kTile, s.inverse[square],
+                      kTile);
         }
-        store_bytes(static_cast<unsigned char*>(a.scores) + place * kTile, s.scores[j], kTile);
-        store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[j], sizeof(ChunkScalars));
+        store_bytes(static_cast<unsigned char*>(a.scores) + place * kTile, s.scores[square], kTile);
+        store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[square], sizeof(ChunkScalars));
         commit_stores();
       }
       ++chunk;
@@ -120,6 +131,75 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     pin(kk);
   }
   if (Shared::kKeep && thread == 0) wait_stores<0>();
+}
+
+// In its place where the chunks have been prepared: brings in what was kept.
+template <bool kErase, int kK, int kV, Walk kWalk>
+__device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
+                                              const Place& p, bool values) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  constexpr int kTile = Shared::kTile;
+  constexpr int kBytes =
+      (kErase + Shared::kScores) * kTile + static_cast<int>(sizeof(ChunkScalars));
+  const int thread = threadIdx.x % kWarpgroup, chunks = chunks_of(p);
+  const auto wait = [&](int c) { s.triangles_free[c % 2].wait((c / 2 & 1) ^ 1); };
+  const auto load = [&](int c) {
+    const int64_t place = workspace_place(a, p, c);
+    Barrier& full = s.ready[c % 2];
+    full.arrive_expecting(kBytes);
+    if (kErase) {
+      load_bytes(s.inverse[c % 2], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile,
+                 full);
+    }
+    if (Shared::kScores) {
+      load_bytes(s.scores[c % 2], static_cast<unsigned char*>(a.scores) + place * kTile, kTile,
+                 full);
+    }
+    load_bytes(&s.scalars[c % 2], a.scalars + place * kScalarRows * kC, sizeof(ChunkScalars), full);
+  };
+  const int whole = chunks > 0 ? static_cast<int>(p.tokens / kC) : 0;
+  if (thread == 0) {
+    for (int c = 0; c < whole; ++c) wait(c), load(c);
+  }
+  if (whole == chunks) return;
+  // A part of a chunk comes last. Until one thread is there nobody else may look at a barrier,
+  // whose parity could be that of another round.
+  if (thread == 0) wait(whole);
+  sync_prepare();
+  const int i = whole % Shared::kStages, tokens = static_cast<int>(p.tokens % kC);
+  s.keys_full[i].wait(whole / Shared::kStages & 1);
+  clear_rows<kK / 64>(s.k[i], tokens, thread);
+  if (Shared::kScores) clear_rows<kK / 64>(s.q[i], tokens, thread);
+  if (values) {
+    const int n = whole % Shared::kValueStages;
+    s.values_full[n].wait(whole / Shared::kValueStages & 1);
+    clear_rows<Shared::kGroups>(s.v[n], tokens, thread);
+  }
+  fence_async_proxy();
+  sync_prepare();
+  if (thread == 0) load(whole);
+}
+
+inline constexpr int kPrepareThreads = kWarpgroup + 32;
+
+// Prepares all chunks of a place, for walks that follow: what they need twice or more is then made
+// once, and not in turn with the states.
+template <typename T, int kK, bool kErase, bool kDecay>
+__global__ void __launch_bounds__(kPrepareThreads, 2)
+    prepare_kernel(const __grid_constant__ ScanMaps maps, const __grid_constant__ ScanArgs args) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& s = *reinterpret_cast<PrepareShared<kK>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < s.kStages; ++i) s.keys_full[i].init(1), s.keys_free[i].init(4);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  const Place p = find_place(args, args.common.value_dim);
+  if (threadIdx.x < kWarpgroup) {
+    prepare<T, kK, kErase, kDecay>(args.common, s, p, false);
+  } else if (threadIdx.x == kWarpgroup) {
+    feed_keys<kK>(maps, s, p);
+  }
 }
 
 // A pair of per-token scalars, of columns 8 j + 2 t and the next.
@@ -202,12 +282,13 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   if (!values) {
     visit_state<kK>(state, 1 << 16, column,
                     [&](int64_t i, float& x) { x = (i >> 16) == (i & 0xffff) ? 1.f : 0.f; });
-  } else if (args.part_tokens == 0 ? a.initial_state != nullptr : args.part_states != nullptr) {
-    const float* from = args.part_tokens == 0
-                            ? a.initial_state + p.sequence * a.value_heads * state_size
-                            : args.part_states + p.part * a.value_heads * state_size;
-    from += p.hv * state_size;
-    visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { x = from[i]; });
+  } else {
+    const bool whole = args.part_tokens == 0 || (kWalk == Walk::kAdvance && p.first);
+    const float* from = whole ? a.initial_state : args.part_states;
+    if (from) {
+      from += ((whole ? p.sequence : p.part) * a.value_heads + p.hv) * state_size;
+      visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { x = from[i]; });
+    }
   }
 #pragma unroll
   for (int i = 0; i < kK / 16; ++i) pack_step<T>(packed[i], &state[8 * i]);
@@ -268,6 +349,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     const int i = ring.index, j = triangles.index, vi = kKeep ? value_ring.index : i;
     const ChunkScalars& scalars = s.scalars[j];
     s.ready[j].wait(triangles.round);
+    if (args.prepared) s.keys_full[i].wait(ring.round);  // else the auxiliary warpgroup has waited
     fence_products();
     multiply_state<T, kK>(r, packed, s.k[i]);
     if constexpr (kKeep) {  // the state while the product runs
@@ -396,6 +478,14 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   }
 }
 
+// Nobody asks for the state behind the last part; that behind the first needs no transition.
+template <Walk kWalk>
+__device__ __forceinline__ Place find_walk(const ScanArgs& args, int tile_columns, bool values) {
+  Place p = find_place(args, tile_columns);
+  if (kWalk == Walk::kAdvance && (p.last || (p.first && !values))) p.sequence = -1;
+  return p;
+}
+
 template <int kV>
 inline constexpr int kScanThreads = (kV / 64 + 2) * kWarpgroup;
 
@@ -405,22 +495,26 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<ScanShared<kK, kV, kWalk>*>(shared_bytes);
   constexpr int kGroups = kV / 64;
-  init_barriers(s);
+  init_barriers(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const int group = threadIdx.x / kWarpgroup;
   // Each role finds the place for itself: kept across the roles' register limits it would spill.
   if (group < kGroups) {
     take_registers<kGroups == 2 ? 192 : 232>();
-    const Place p = find_place(args, kV);
+    const Place p = find_walk<kWalk>(args, kV, values);
     walk<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
   } else if (group == kGroups) {
     give_registers<kGroups == 2 ? 104 : 152>();
-    const Place p = find_place(args, kV);
-    prepare<T, kK, kV, kErase, kDecay, kWalk>(args.common, s, p, values);
+    const Place p = find_walk<kWalk>(args, kV, values);
+    if (args.prepared) {
+      load_prepared<kErase>(args.common, s, p, values);
+    } else if constexpr (kWalk != Walk::kAdvance) {
+      prepare<T, kK, kErase, kDecay>(args.common, s, p, values);
+    }
   } else {
     give_registers<24>();
-    const Place p = find_place(args, kV);
-    if (threadIdx.x % kWarpgroup == 0) feed_keys<kK, kV, kWalk>(maps, s, p);
+    const Place p = find_walk<kWalk>(args, kV, values);
+    if (threadIdx.x % kWarpgroup == 0) feed_keys<kK>(maps, s, p);
     if (threadIdx.x % kWarpgroup == 32 && values) feed_values<kK, kV, kWalk>(maps, s, p);
   }
 }

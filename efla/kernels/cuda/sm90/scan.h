@@ -20,7 +20,8 @@ bool scan_applies(const ForwardParams& params);
 
 ScanPlan plan_scan(const Problem& problem);
 
-/// Bytes of workspace that scan_forward, or the split of backward(), needs under the plan.
+/// Bytes of workspace that the split of backward() needs under the plan, and of scan_forward().
+int64_t parts_workspace(const Problem& problem, const ScanPlan& plan);
 int64_t scan_workspace(const Problem& problem, const ScanPlan& plan);
 
 /// Chunkwise forward of a problem to which scan_applies(); slack rows of o are the caller's.

@@ -24,6 +24,30 @@ cudaError_t launch_walk(const ScanMaps& maps, const ScanArgs& args, int64_t plac
   return cudaGetLastError();
 }
 
+// Tokens that a block of prepare_kernel takes.
+inline constexpr int64_t kPrepareTokens = 1024;
+
+// Prepares every chunk for the walks that follow.
+template <typename T, int kK, bool kErase, bool kDecay>
+cudaError_t launch_prepare(const ScanMaps& maps, ScanArgs& args, cudaStream_t stream) {
+  const ChunkArgs& a = args.common;
+  constexpr int kBytes = sizeof(PrepareShared<kK>);
+  static_assert(2 * (kBytes + 1024) <= 228 * 1024);
+  ScanArgs runs = args;
+  runs.part_tokens = kPrepareTokens;
+  const int64_t blocks =
+      chunk_slots(a.sequences, a.tokens, a.cu_seqlens != nullptr, kPrepareTokens) * a.value_heads;
+  args.prepared = true;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  auto* kernel = prepare_kernel<T, kK, kErase, kDecay>;
+  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
+    return e;
+  }
+  kernel<<<static_cast<unsigned>(blocks), kPrepareThreads, kBytes, stream>>>(maps, runs);
+  return cudaGetLastError();
+}
+
 // Calls run(erase, decay) with what the walks have as template arguments.
 template <typename Run>
 cudaError_t with_rule(const ChunkArgs& a, Run run) {
@@ -51,10 +75,12 @@ cudaError_t launch_join(const ScanArgs& args, const ScanPlan& plan, float* state
   return cudaGetLastError();
 }
 
-// The state before each part, to `states`; N and M of the parts stay in args.part_results.
+// Prepares the chunks, then the state before each part, to `states`; N and M of the parts stay in
+// args.part_results.
 template <typename T, int kK, int kV, bool kErase, bool kDecay>
-cudaError_t launch_part_states(const ScanMaps& maps, const ScanArgs& args, const ScanPlan& plan,
+cudaError_t launch_part_states(const ScanMaps& maps, ScanArgs& args, const ScanPlan& plan,
                                float* states, cudaStream_t stream) {
+  if (auto e = launch_prepare<T, kK, kErase, kDecay>(maps, args, stream)) return e;
   if (auto e = launch_walk<T, kK, kV, kErase, kDecay, Walk::kAdvance>(maps, args, plan.part_slots,
                                                                       stream)) {
     return e;
@@ -64,8 +90,8 @@ cudaError_t launch_part_states(const ScanMaps& maps, const ScanArgs& args, const
 
 // The same for K = V = kDim, which the backward shares with the forward.
 template <typename T, int kDim>
-cudaError_t launch_square_part_states(const ScanMaps& maps, const ScanArgs& args,
-                                      const ScanPlan& plan, float* states, cudaStream_t stream) {
+cudaError_t launch_square_part_states(const ScanMaps& maps, ScanArgs& args, const ScanPlan& plan,
+                                      float* states, cudaStream_t stream) {
   return with_rule(args.common, [&](auto erase, auto decay) {
     return launch_part_states<T, kDim, kDim, erase.value, decay.value>(maps, args, plan, states,
                                                                        stream);
@@ -108,7 +134,7 @@ extern template cudaError_t launch_scan<__half>(const ScanMaps&, const ScanArgs&
 // In the files of launch_scan.
 #define EFLA_SQUARE_PART_STATES(EXTERN, T, DIM)                  \
   EXTERN template cudaError_t launch_square_part_states<T, DIM>( \
-      const ScanMaps&, const ScanArgs&, const ScanPlan&, float*, cudaStream_t);
+      const ScanMaps&, ScanArgs&, const ScanPlan&, float*, cudaStream_t);
 EFLA_SQUARE_PART_STATES(extern, __nv_bfloat16, 64)
 EFLA_SQUARE_PART_STATES(extern, __nv_bfloat16, 128)
 EFLA_SQUARE_PART_STATES(extern, __half, 64)

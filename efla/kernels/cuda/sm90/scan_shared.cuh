@@ -20,6 +20,8 @@ struct ScanShared {
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
   static constexpr bool kScores = kOutput || kKeep;
   static constexpr int kValueStages = kKeep ? 2 : 3;
+  static constexpr int kSquares = 2;     // buffers of what the auxiliary warpgroup makes
+  static constexpr bool kAlone = false;  // it has no walk to work for
 
   unsigned char k[kStages][kK / 64][kTile];
   unsigned char q[kScores ? kStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
@@ -34,6 +36,26 @@ struct ScanShared {
   Barrier ready[2], triangles_free[2];                           // inverse, scores, scalars
 };
 
+// Of the auxiliary warpgroup alone, which prepares chunks for several walks (prepare_kernel).
+template <int kK>
+struct PrepareShared {
+  static constexpr int kTile = kC * 128;
+  static constexpr int kStages = 2, kSquares = 1;
+  static constexpr bool kScores = true, kKeep = true, kAlone = true;
+
+  unsigned char k[kStages][kK / 64][kTile], q[kStages][kK / 64][kTile];
+  unsigned char inverse[1][kTile], scores[1][kTile];
+  PrepareScratch scratch;
+  ChunkScalars scalars[1];
+  Barrier keys_full[kStages], keys_free[kStages];
+};
+
+// Lane 0 of a warp arrives for all its lanes.
+__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier.arrive();
+}
+
 // Position in a ring of buffers: which one is next, and the parity of its present round.
 template <int kSize>
 struct Ring {
@@ -45,7 +67,7 @@ struct Ring {
 };
 
 template <typename Shared>
-__device__ __forceinline__ void init_barriers(Shared& s) {
+__device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shared::kStages; ++i) {
       s.keys_full[i].init(1);
@@ -56,7 +78,7 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
       s.values_free[i].init(Shared::kScores ? Shared::kGroups : 4 * Shared::kGroups);
     }
     for (int i = 0; i < 2; ++i) {
-      s.ready[i].init(kWarpgroup);
+      s.ready[i].init(prepared ? 1 : kWarpgroup);
       s.triangles_free[i].init(4 * Shared::kGroups);
     }
     fence_barrier_init();
@@ -65,10 +87,8 @@ __device__ __forceinline__ void init_barriers(Shared& s) {
 }
 
 // The thread that feeds k and q.
-template <int kK, int kV, Walk kWalk>
-__device__ __forceinline__ void feed_keys(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
-                                          const Place& p) {
-  using Shared = ScanShared<kK, kV, kWalk>;
+template <int kK, typename Shared>
+__device__ __forceinline__ void feed_keys(const ScanMaps& maps, Shared& s, const Place& p) {
   constexpr int kOperands = Shared::kScores ? 2 : 1;
   const int chunks = chunks_of(p), row = static_cast<int>(p.row);
   int token = static_cast<int>(p.begin);

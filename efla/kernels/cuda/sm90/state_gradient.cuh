@@ -95,13 +95,11 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   const int64_t part_offset = (p.part * a.value_heads + p.hv) * state_size;
 
   float state[kDim / 2] = {};
-  if constexpr (!kAdvance) {
-    // The slot of a whole sequence is its number.
-    const float* from = args.part_tokens == 0 ? a.grad_final_state : args.part_states;
-    if (from) {
-      from += part_offset;
-      visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { x = from[i]; });
-    }
+  const bool whole = args.part_tokens == 0 || (kAdvance && p.last);
+  const float* from = whole ? a.grad_final_state : kAdvance ? nullptr : args.part_states;
+  if (from) {
+    from += whole ? (p.sequence * a.value_heads + p.hv) * state_size : part_offset;
+    visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { x = from[i]; });
   }
   Ring<Shared::kStages> ring;
   Ring<Shared::kOthers> others;
