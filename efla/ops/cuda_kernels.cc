@@ -54,20 +54,27 @@ at::Tensor workspace(const at::Tensor& like, int64_t bytes) {
 
 }  // namespace
 
-void cuda_forward(const DeltaRuleArguments& a, const ForwardParams& params, bool sequential) {
+at::Tensor cuda_forward(const DeltaRuleArguments& a, ForwardParams params, bool sequential) {
   check_dtype(a);
+  at::Tensor kept = at::empty({0}, a.q.options().dtype(at::kFloat));
   const c10::cuda::CUDAGuard guard(a.q.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const Problem& p = params.problem;
   if (sequential || p.shape.key_dim > kMaxChunkKeyDim) {
     check_launch(a, cuda::recurrent_forward(params, stream));
-    return;
+    return kept;
+  }
+  if (const int64_t bytes = cuda::chunk_checkpoint_bytes(params, family())) {
+    const at::Tensor checkpoints = workspace(a.q, bytes);
+    params.checkpoints = checkpoints.mutable_data_ptr();
+    kept.set_(checkpoints.storage(), 0, {0}, {1});
   }
   const at::Tensor scratch = workspace(a.q, cuda::chunk_forward_workspace(params, family()));
   check_launch(a, cuda::chunk_forward(params, scratch.mutable_data_ptr(), stream, family()));
+  return kept;
 }
 
-void cuda_backward(const DeltaRuleArguments& a, BackwardParams params) {
+void cuda_backward(const DeltaRuleArguments& a, BackwardParams params, const at::Tensor& kept) {
   check_dtype(a);
   const c10::cuda::CUDAGuard guard(a.q.device());
   const Problem& p = params.problem;
@@ -78,6 +85,10 @@ void cuda_backward(const DeltaRuleArguments& a, BackwardParams params) {
     grad_v = at::empty(a.v.sizes(), a.v.options().memory_format(at::MemoryFormat::Contiguous));
     params.grad_v = mutable_view_of(grad_v);
   }
+  const int64_t bytes = cuda::chunk_checkpoint_bytes(params, family());
+  const bool has_kept = bytes > 0 && kept.device() == a.q.device() && kept.has_storage() &&
+                        kept.storage().nbytes() == static_cast<size_t>(bytes);
+  params.checkpoints = has_kept ? kept.storage().data() : nullptr;
   const at::Tensor scratch = workspace(a.q, cuda::chunk_backward_workspace(params, family()));
   check_launch(a, cuda::chunk_backward(params, scratch.mutable_data_ptr(),
                                        c10::cuda::getCurrentCUDAStream(), family()));
@@ -95,10 +106,10 @@ void cuda_step(const DeltaRuleArguments& a, const StepParams& params) {
 
 namespace efla::ops {
 
-void cuda_forward(const DeltaRuleArguments& a, const ForwardParams& params, bool sequential) {
+at::Tensor cuda_forward(const DeltaRuleArguments& a, ForwardParams params, bool sequential) {
   TORCH_CHECK(false, a.op, ": this build has no CUDA kernels");
 }
-void cuda_backward(const DeltaRuleArguments& a, BackwardParams params) {
+void cuda_backward(const DeltaRuleArguments& a, BackwardParams params, const at::Tensor& kept) {
   TORCH_CHECK(false, a.op, ": this build has no CUDA kernels");
 }
 void cuda_step(const DeltaRuleArguments& a, const StepParams& params) {

@@ -8,12 +8,14 @@
 
 namespace efla::ops {
 
-/// Forward of chunk (K <= 256; above that token by token) or recurrent.
-void cuda_forward(const DeltaRuleArguments& arguments, const ForwardParams& params,
-                  bool sequential);
+/// Forward of chunk (K <= 256; above that token by token) or recurrent. Returns what backward can
+/// use: a tensor of no elements, for its size depends on the device, whose storage holds it.
+at::Tensor cuda_forward(const DeltaRuleArguments& arguments, ForwardParams params, bool sequential);
 
-/// Backward of both, K <= 256. params.grad_v may be null.
-void cuda_backward(const DeltaRuleArguments& arguments, BackwardParams params);
+/// Backward of both, K <= 256. params.grad_v may be null. `kept` is what cuda_forward() returned,
+/// or any other tensor: then it is computed again.
+void cuda_backward(const DeltaRuleArguments& arguments, BackwardParams params,
+                   const at::Tensor& kept);
 
 /// step_; params.state_indices is in device memory.
 void cuda_step(const DeltaRuleArguments& arguments, const StepParams& params);

@@ -44,8 +44,9 @@ at::TensorOptions arithmetic_options(const Tensor& q) {
   return q.options().dtype(arithmetic_type(q.scalar_type()));
 }
 
-// The CUDA kernels recompute the states instead. Asked of fake tensors too, which know their
-// device; inside a Meta kernel it is always true, and harmless.
+// The CUDA kernels recompute the states instead, or keep what no shape tells (cuda_forward). Asked
+// of fake tensors too, which know their device; inside a Meta kernel it is always true, and
+// harmless.
 bool keeps_states(const Tensor& q) { return !q.is_cuda(); }
 
 // Rows of the kept states; the symbolic twin of checkpoint_rows().
@@ -115,7 +116,7 @@ ForwardResult forward_kernel(const Tensor& q, const Tensor& k, const Tensor& v, 
   if (output_final_state) params.final_state = final_state.mutable_data_ptr();
   if (keep_states) params.checkpoints = states.mutable_data_ptr();
   if (q.is_cuda()) {
-    cuda_forward(a, params, sequential);
+    states = cuda_forward(a, params, sequential);
   } else {
     const Executor executor = torch_executor();
     sequential ? cpu::recurrent_forward(params, executor) : cpu::chunk_forward(params, executor);
@@ -176,7 +177,7 @@ Gradients backward_kernel(const Tensor& grad_o, const OptionalTensor& grad_final
     if (wanted[kGradInitialState]) {
       params.grad_initial_state = g[kGradInitialState].mutable_data_ptr();
     }
-    q.is_cuda() ? cuda_backward(a, params) : cpu::chunk_backward(params, torch_executor());
+    q.is_cuda() ? cuda_backward(a, params, kept) : cpu::chunk_backward(params, torch_executor());
   }
   const at::ScalarType decay_type = given(log_decay) ? log_decay->scalar_type() : arithmetic;
   return {as_dtype(g[kGradQ], q.scalar_type()),   as_dtype(g[kGradK], q.scalar_type()),

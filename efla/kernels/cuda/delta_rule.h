@@ -20,18 +20,24 @@ enum class Family {
 /// alignment only.
 int64_t chunk_forward_workspace(const ForwardParams& params, Family family = Family::kAuto);
 
-/// Chunkwise forward for K <= 256. params.checkpoints is not supported (must be null). float inputs
-/// are multiplied as TF32 x 3, relative error about 1e-6; bfloat16 and half on tensor cores with
-/// float accumulation. Returns the launch's error; cudaErrorInvalidValue for a dtype or a size it
-/// does not have.
+/// Bytes of what chunk_forward can leave for chunk_backward (256-byte aligned): 0 but for long
+/// sequences split on Hopper. Looks at the same as the workspaces' sizes.
+int64_t chunk_checkpoint_bytes(const ForwardParams& params, Family family = Family::kAuto);
+int64_t chunk_checkpoint_bytes(const BackwardParams& params, Family family = Family::kAuto);
+
+/// Chunkwise forward for K <= 256. params.checkpoints: chunk_checkpoint_bytes(), or null. float
+/// inputs are multiplied as TF32 x 3, relative error about 1e-6; bfloat16 and half on tensor cores
+/// with float accumulation. Returns the launch's error; cudaErrorInvalidValue for a dtype or a size
+/// it does not have.
 cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream,
                           Family family = Family::kAuto);
 
 /// Bytes that chunk_backward needs as workspace (256-byte aligned) for the same arguments.
 int64_t chunk_backward_workspace(const BackwardParams& params, Family family = Family::kAuto);
 
-/// Chunkwise backward for K <= 256; recomputes what it needs from the inputs (params.checkpoints is
-/// not used). grad_v is required, the other gradients may be null.
+/// Chunkwise backward for K <= 256; recomputes what it needs from the inputs, but for
+/// params.checkpoints, if not null: what chunk_forward left of the same problem and family. grad_v
+/// is required, the other gradients may be null.
 cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream,
                            Family family = Family::kAuto);
 

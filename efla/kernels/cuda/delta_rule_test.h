@@ -160,10 +160,11 @@ void make(const Case& c, Setup<T>& s) {
   if (!c.cu_seqlens.empty()) p.cu_seqlens = s.dcu->data();
 }
 
-// Every gradient against the reference's; with a plan, under that split of the sequences.
+// Every gradient against the reference's; with a plan, under that split of the sequences, and with
+// `kept` from what a forward has left.
 template <typename T>
 void check_backward(const Case& c, double tolerance, Family family,
-                    const sm90::ScanPlan* plan = nullptr) {
+                    const sm90::ScanPlan* plan = nullptr, bool kept = false) {
   if (sizeof(T) == 2) tolerance *= c.slack;
   Setup<T> s;
   make(c, s);
@@ -195,6 +196,23 @@ void check_backward(const Case& c, double tolerance, Family family,
   params.grad_beta = view(beta.data(), c.value_heads, 1);
   if (c.decay) params.grad_log_decay = view(decay.data(), c.value_heads, 1);
   params.grad_initial_state = state.data();
+  const int64_t bytes = !kept  ? 0
+                        : plan ? sm90::checkpoint_bytes(s.problem, *plan)
+                               : chunk_checkpoint_bytes(params, family);
+  Buffer<unsigned char> checkpoints(bytes);
+  if (kept) {
+    ASSERT_GT(bytes, 0);
+    Buffer<T> o(r.v.size());
+    ForwardParams forward;
+    forward.problem = s.problem;
+    forward.o = view(o.data(), c.value_heads, c.value_dim);
+    forward.checkpoints = checkpoints.data();
+    Buffer<unsigned char> scratch(plan ? sm90::scan_workspace(s.problem, *plan)
+                                       : chunk_forward_workspace(forward, family));
+    CUDA_OK(plan ? sm90::scan_forward(forward, *plan, scratch.data(), nullptr)
+                 : chunk_forward(forward, scratch.data(), nullptr, family));
+    params.checkpoints = checkpoints.data();
+  }
   Buffer<unsigned char> workspace(plan ? chunk_backward_workspace(params, *plan, family)
                                        : chunk_backward_workspace(params, family));
   CUDA_OK(plan ? chunk_backward(params, *plan, workspace.data(), nullptr, family)

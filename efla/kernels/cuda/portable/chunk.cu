@@ -143,6 +143,17 @@ int64_t chunk_forward_workspace(const ForwardParams& params, Family family) {
   return arena.used();
 }
 
+int64_t chunk_checkpoint_bytes(const ForwardParams& params, Family family) {
+  const Problem& p = params.problem;
+  if (family != Family::kAuto || !sm90::scan_applies(params)) return 0;
+  return sm90::checkpoint_bytes(p, sm90::plan_scan(p));
+}
+
+int64_t chunk_checkpoint_bytes(const BackwardParams& params, Family family) {
+  if (family != Family::kAuto || !sm90::backward_applies(params)) return 0;
+  return sm90::checkpoint_bytes(params.problem, sm90::plan_backward(params.problem));
+}
+
 int64_t chunk_backward_workspace(const BackwardParams& params, Family family) {
   return chunk_backward_workspace(params, sm90::plan_backward(params.problem), family);
 }
@@ -162,7 +173,7 @@ int64_t chunk_backward_workspace(const BackwardParams& params, const sm90::ScanP
 cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStream_t stream,
                           Family family) {
   const Problem& p = params.problem;
-  if (params.checkpoints || p.dtype == DType::kFloat64) return cudaErrorInvalidValue;
+  if (p.dtype == DType::kFloat64) return cudaErrorInvalidValue;
   if (auto e = zero_slack(p, params.o, p.shape.value_heads, p.shape.value_dim,
                           element_size(p.dtype), stream)) {
     return e;
@@ -207,7 +218,7 @@ cudaError_t chunk_backward(const BackwardParams& params, const sm90::ScanPlan& p
   }
   if (hopper) {
     void* parts = arena.take(sm90::parts_workspace(p, plan));
-    if (auto e = sm90::backward(a, p.dtype, plan, parts, stream)) return e;
+    if (auto e = sm90::backward(a, p.dtype, plan, params.checkpoints, parts, stream)) return e;
   } else if (auto e = dispatch(p.dtype, a, true, stream)) {
     return e;
   }

@@ -33,8 +33,8 @@ ScanPlan plan_backward(const Problem& problem) {
   return plan_scan(problem);
 }
 
-cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void* parts,
-                     cudaStream_t stream) {
+cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, const void* checkpoints,
+                     void* parts, cudaStream_t stream) {
   const bool packed = a.cu_seqlens != nullptr;
   const int64_t dim = a.key_dim;
   const int64_t batch = packed ? 1 : a.sequences;
@@ -59,6 +59,10 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, void
   ScanArgs args{};
   args.common = a;
   float* states = set_parts(args, plan, parts);
+  if (plan.part_tokens > 0 && checkpoints) {  // read only
+    args.transitions = static_cast<float*>(const_cast<void*>(checkpoints));
+    args.part_states = args.transitions + plan.part_slots * a.value_heads * dim * dim;
+  }
   const auto launch = [&](auto* run) { return run(scan, maps, args, plan, states, stream); };
   if (dtype == DType::kBFloat16) {
     return dim == 64 ? launch(launch_backward<__nv_bfloat16, 64>)

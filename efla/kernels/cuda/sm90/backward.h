@@ -18,8 +18,9 @@ ScanPlan plan_backward(const Problem& problem);
 /// Forward walk that keeps the states, then a walk back that makes the gradients. `args` comes with
 /// the portable kernels' workspaces (sizes are the same, contents are not; grad_states and grad_r
 /// are not used) and the place of dq and dk, which are float parts for grouped heads; `parts` holds
-/// parts_workspace() bytes. Slack rows of the gradients are the caller's.
-cudaError_t backward(const ChunkArgs& args, DType dtype, const ScanPlan& plan, void* parts,
-                     cudaStream_t stream);
+/// parts_workspace() bytes, `checkpoints` is what scan_forward() left under the same plan, or null.
+/// Slack rows of the gradients are the caller's.
+cudaError_t backward(const ChunkArgs& args, DType dtype, const ScanPlan& plan,
+                     const void* checkpoints, void* parts, cudaStream_t stream);
 
 }  // namespace efla::cuda::sm90

@@ -29,17 +29,20 @@ cudaError_t launch_passes(const ScanMaps& scan, const BackwardMaps& maps, ScanAr
   const bool split = plan.part_tokens > 0;
   const int64_t walks = split ? plan.part_slots : args.common.sequences;
   if (split) {
-    if (auto e = launch_square_part_states<T, kDim>(scan, args, plan, states, stream)) return e;
-    args.part_states = states;
+    if (!args.part_states) {  // the forward has not left them
+      if (auto e = launch_square_part_states<T, kDim>(scan, args, plan, states, stream)) return e;
+      args.part_states = states;
+    }
   }
   if (auto e = launch_walk<T, kDim, kDim, kErase, kDecay, Walk::kKeep>(scan, args, walks, stream)) {
     return e;
   }
-  if (split) {  // N' and dS take the places of N and S, which are used up
+  if (split) {  // dS takes the place of S, which is used up
     if (auto e = launch_walk_back<T, kDim, kErase, kDecay, true>(maps, args, walks, stream)) {
       return e;
     }
-    if (auto e = launch_join<kDim, true>(args, plan, states, stream)) return e;
+    if (auto e = launch_join<kDim, true>(args, states, stream)) return e;
+    args.part_states = states;
   }
   return launch_walk_back<T, kDim, kErase, kDecay, false>(maps, args, walks, stream);
 }

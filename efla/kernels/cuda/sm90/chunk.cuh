@@ -23,11 +23,12 @@ struct ScanArgs {
   // [part slots, HV, K, V]: the state that each part's walk starts from; null: zero. For the
   // reverse walk, dS behind the part.
   const float* part_states;
-  // [2][part slots, HV, K, V]: each part's N and M, S_out = M S_in + N; the first part's N is its
-  // S_out. Backwards dS_in = M^T dS_out + N', and N' takes N's place; the last part's N' is its
-  // dS_in.
+  // [part slots, HV, K, V]: each part's N, S_out = M S_in + N; the first part's is its S_out.
+  // Backwards N', dS_in = M^T dS_out + N'; the last part's is its dS_in.
   float* part_results;
-  // prepare_kernel has run: common.inverse, scores and scalars hold what the walks need.
+  float* transitions;  // each part's M, likewise
+  // prepare_kernel has run: common.inverse and scalars (and scores, if not null) hold what walks
+  // without output need.
   bool prepared;
 };
 

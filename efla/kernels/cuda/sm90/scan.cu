@@ -56,14 +56,18 @@ ScanPlan plan_scan(const Problem& problem) {
 }
 
 int64_t parts_workspace(const Problem& problem, const ScanPlan& plan) {
+  return checkpoint_bytes(problem, plan) / 2 * 3;
+}
+
+int64_t checkpoint_bytes(const Problem& problem, const ScanPlan& plan) {
   const Shape& s = problem.shape;
-  return 3 * plan.part_slots * s.value_heads * s.key_dim * s.value_dim * int64_t{sizeof(float)};
+  return 2 * plan.part_slots * s.value_heads * s.key_dim * s.value_dim * int64_t{sizeof(float)};
 }
 
 int64_t scan_workspace(const Problem& problem, const ScanPlan& plan) {
   return plan.part_tokens == 0
              ? 0
-             : parts_workspace(problem, plan) + places(problem) * (2 * kSquareBytes + kScalarBytes);
+             : parts_workspace(problem, plan) + places(problem) * (kSquareBytes + kScalarBytes);
 }
 
 cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void* workspace,
@@ -80,9 +84,12 @@ cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void
   a.final_state = static_cast<float*>(params.final_state);
   float* states = set_parts(args, plan, workspace);
   if (plan.part_tokens > 0) {
+    if (params.checkpoints) {
+      args.transitions = static_cast<float*>(params.checkpoints);
+      states = args.transitions + checkpoint_bytes(p, plan) / 2 / int64_t{sizeof(float)};
+    }
     auto* squares = static_cast<unsigned char*>(workspace) + parts_workspace(p, plan);
     a.inverse = squares;
-    a.scores = squares += places(p) * kSquareBytes;
     a.scalars = reinterpret_cast<float*>(squares + places(p) * kSquareBytes);
   }
   ScanMaps maps{};

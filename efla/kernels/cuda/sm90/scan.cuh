@@ -86,14 +86,21 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, Shared& s, const Pla
     const RowScalars rows = make_scalars<T, kK, kDecay, Shared::kScores>(
         a, s.scratch, kk, k, q, s.scalars[square], j, tokens, thread);
     float kq[32];
-    if constexpr (Shared::kScores) multiply_keys<T, kK>(kq, k, q);
+    if constexpr (Shared::kScores && !kAlone) multiply_keys<T, kK>(kq, k, q);
     // For the warps with the least of L_hat.
     read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
     if constexpr (kErase) store_lower<kDecay>(s.scratch, rows, kk, thread);
-    if constexpr (Shared::kScores) {
+    if constexpr (kAlone) {
+      if (a.scores) {
+        multiply_keys<T, kK>(kq, k, q);
+        wait_products<0>();
+        pin(kq);
+        store_scores<T, kDecay>(s.scratch, kq, s.scores[square], thread);
+      }
+      arrive_warp(s.keys_free[i]);
+    } else if constexpr (Shared::kScores) {
       wait_products<0>();
       pin(kq);
-      if (kAlone) arrive_warp(s.keys_free[i]);
       store_scores<T, kDecay>(s.scratch, kq, s.scores[square], thread);
     }
     ring.advance();
@@ -120,7 +127,10 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, Shared& s, const Pla
           store_bytes(static_cast<unsigned char*>(a.inverse) + place * kTile, s.inverse[square],
                       kTile);
         }
-        store_bytes(static_cast<unsigned char*>(a.scores) + place * kTile, s.scores[square], kTile);
+        if (!kAlone || a.scores) {
+          store_bytes(static_cast<unsigned char*>(a.scores) + place * kTile, s.scores[square],
+                      kTile);
+        }
         store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[square], sizeof(ChunkScalars));
         commit_stores();
       }
@@ -133,14 +143,13 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, Shared& s, const Pla
   if (Shared::kKeep && thread == 0) wait_stores<0>();
 }
 
-// In its place where the chunks have been prepared: brings in what was kept.
+// In its place where the chunks have been prepared: brings in what a walk without output needs.
 template <bool kErase, int kK, int kV, Walk kWalk>
 __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
                                               const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr int kTile = Shared::kTile;
-  constexpr int kBytes =
-      (kErase + Shared::kScores) * kTile + static_cast<int>(sizeof(ChunkScalars));
+  constexpr int kBytes = kErase * kTile + static_cast<int>(sizeof(ChunkScalars));
   const int thread = threadIdx.x % kWarpgroup, chunks = chunks_of(p);
   const auto wait = [&](int c) { s.triangles_free[c % 2].wait((c / 2 & 1) ^ 1); };
   const auto load = [&](int c) {
@@ -149,10 +158,6 @@ __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK,
     full.arrive_expecting(kBytes);
     if (kErase) {
       load_bytes(s.inverse[c % 2], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile,
-                 full);
-    }
-    if (Shared::kScores) {
-      load_bytes(s.scores[c % 2], static_cast<unsigned char*>(a.scores) + place * kTile, kTile,
                  full);
     }
     load_bytes(&s.scalars[c % 2], a.scalars + place * kScalarRows * kC, sizeof(ChunkScalars), full);
@@ -169,7 +174,6 @@ __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK,
   const int i = whole % Shared::kStages, tokens = static_cast<int>(p.tokens % kC);
   s.keys_full[i].wait(whole / Shared::kStages & 1);
   clear_rows<kK / 64>(s.k[i], tokens, thread);
-  if (Shared::kScores) clear_rows<kK / 64>(s.q[i], tokens, thread);
   if (values) {
     const int n = whole % Shared::kValueStages;
     s.values_full[n].wait(whole / Shared::kValueStages & 1);
@@ -182,11 +186,13 @@ __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK,
 
 inline constexpr int kPrepareThreads = kWarpgroup + 32;
 
-// Prepares all chunks of a place, for walks that follow: what they need twice or more is then made
-// once, and not in turn with the states.
+// Prepares chunks for walks that follow: what they need twice or more is then made once, and not in
+// turn with the states. args.part_tokens are those of a block, `part_tokens` those of the walks'
+// parts, the last of which without scores (that is, for the forward) needs nothing.
 template <typename T, int kK, bool kErase, bool kDecay>
 __global__ void __launch_bounds__(kPrepareThreads, 2)
-    prepare_kernel(const __grid_constant__ ScanMaps maps, const __grid_constant__ ScanArgs args) {
+    prepare_kernel(const __grid_constant__ ScanMaps maps, const __grid_constant__ ScanArgs args,
+                   const int64_t part_tokens) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<PrepareShared<kK>*>(shared_bytes);
   if (threadIdx.x == 0) {
@@ -194,11 +200,16 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     fence_barrier_init();
   }
   __syncthreads();
-  const Place p = find_place(args, args.common.value_dim);
+  const ChunkArgs& a = args.common;
+  const Place p = find_place(args, a.value_dim);
+  if (p.sequence < 0) return;
+  const int64_t first = a.cu_seqlens ? a.cu_seqlens[p.sequence] : 0;
+  const int64_t tokens = a.cu_seqlens ? a.cu_seqlens[p.sequence + 1] - first : a.tokens;
+  if (!a.scores && p.begin - first >= (tokens - 1) / part_tokens * part_tokens) return;
   if (threadIdx.x < kWarpgroup) {
     prepare<T, kK, kErase, kDecay>(args.common, s, p, false);
   } else if (threadIdx.x == kWarpgroup) {
-    feed_keys<kK>(maps, s, p);
+    feed_keys<kK>(maps, s, p, a.scores != nullptr);
   }
 }
 
@@ -349,7 +360,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     const int i = ring.index, j = triangles.index, vi = kKeep ? value_ring.index : i;
     const ChunkScalars& scalars = s.scalars[j];
     s.ready[j].wait(triangles.round);
-    if (args.prepared) s.keys_full[i].wait(ring.round);  // else the auxiliary warpgroup has waited
+    if (!kOutput && args.prepared) s.keys_full[i].wait(ring.round);  // else prepare() has waited
     fence_products();
     multiply_state<T, kK>(r, packed, s.k[i]);
     if constexpr (kKeep) {  // the state while the product runs
@@ -471,9 +482,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   } else if constexpr (kKeep) {
     if (thread == 0) wait_stores<0>();
   } else {
-    const int64_t places = int64_t{gridDim.x} / (a.value_dim / kV);  // part slots times value heads
-    float* to =
-        args.part_results + (blockIdx.y * places + p.part * a.value_heads + p.hv) * state_size;
+    float* to = (values ? args.part_results : args.transitions) +
+                (p.part * a.value_heads + p.hv) * state_size;
     visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { to[i] = x; });
   }
 }
@@ -506,7 +516,7 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   } else if (group == kGroups) {
     give_registers<kGroups == 2 ? 104 : 152>();
     const Place p = find_walk<kWalk>(args, kV, values);
-    if (args.prepared) {
+    if (kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared)) {
       load_prepared<kErase>(args.common, s, p, values);
     } else if constexpr (kWalk != Walk::kAdvance) {
       prepare<T, kK, kErase, kDecay>(args.common, s, p, values);
@@ -514,7 +524,9 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   } else {
     give_registers<24>();
     const Place p = find_walk<kWalk>(args, kV, values);
-    if (threadIdx.x % kWarpgroup == 0) feed_keys<kK>(maps, s, p);
+    if (threadIdx.x % kWarpgroup == 0) {
+      feed_keys<kK>(maps, s, p, kWalk == Walk::kOutput || !args.prepared);
+    }
     if (threadIdx.x % kWarpgroup == 32 && values) feed_values<kK, kV, kWalk>(maps, s, p);
   }
 }

@@ -24,7 +24,12 @@ ScanPlan plan_scan(const Problem& problem);
 int64_t parts_workspace(const Problem& problem, const ScanPlan& plan);
 int64_t scan_workspace(const Problem& problem, const ScanPlan& plan);
 
+/// Bytes of what scan_forward() can leave for backward() under the plan: the transition of each
+/// part and the state before it. 0 where sequences are not split.
+int64_t checkpoint_bytes(const Problem& problem, const ScanPlan& plan);
+
 /// Chunkwise forward of a problem to which scan_applies(); slack rows of o are the caller's.
+/// params.checkpoints has checkpoint_bytes() or is null.
 cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void* workspace,
                          cudaStream_t stream);
 

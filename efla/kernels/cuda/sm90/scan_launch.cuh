@@ -44,7 +44,8 @@ cudaError_t launch_prepare(const ScanMaps& maps, ScanArgs& args, cudaStream_t st
   if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
     return e;
   }
-  kernel<<<static_cast<unsigned>(blocks), kPrepareThreads, kBytes, stream>>>(maps, runs);
+  kernel<<<static_cast<unsigned>(blocks), kPrepareThreads, kBytes, stream>>>(maps, runs,
+                                                                             args.part_tokens);
   return cudaGetLastError();
 }
 
@@ -58,25 +59,30 @@ cudaError_t with_rule(const ChunkArgs& a, Run run) {
   return decay ? run(No{}, Yes{}) : run(No{}, No{});
 }
 
-// Lays out the workspace of a plan; returns the place of what the parts' walks start from.
-inline float* set_parts(ScanArgs& args, const ScanPlan& plan, void* workspace) {
+// Lays out what a plan keeps of the parts; returns the place of what their walks start from.
+inline float* set_parts(ScanArgs& args, const ScanPlan& plan, void* parts) {
   const ChunkArgs& a = args.common;
+  const int64_t size = plan.part_slots * a.value_heads * a.key_dim * a.value_dim;
   args.part_tokens = plan.part_tokens;
-  args.part_results = static_cast<float*>(workspace);
-  return args.part_results + 2 * plan.part_slots * a.value_heads * a.key_dim * a.value_dim;
+  args.transitions = static_cast<float*>(parts);
+  args.part_results = args.transitions + 2 * size;
+  return args.transitions + size;
 }
 
 template <int kK, bool kReverse>
-cudaError_t launch_join(const ScanArgs& args, const ScanPlan& plan, float* states,
-                        cudaStream_t stream) {
+cudaError_t launch_join(const ScanArgs& args, float* states, cudaStream_t stream) {
   const ChunkArgs& a = args.common;
+  constexpr int kBytes = sizeof(JoinShared<kK>);
+  auto* kernel = join_kernel<kK, kReverse>;
+  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
+    return e;
+  }
   const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), a.value_dim / kJoinColumns);
-  join_kernel<kK, kReverse><<<grid, kJoinThreads, 0, stream>>>(args, states, plan.part_slots);
+  kernel<<<grid, kJoinThreads<kK>, kBytes, stream>>>(args, states);
   return cudaGetLastError();
 }
 
-// Prepares the chunks, then the state before each part, to `states`; N and M of the parts stay in
-// args.part_results.
+// Prepares the chunks, then the state before each part, to `states`.
 template <typename T, int kK, int kV, bool kErase, bool kDecay>
 cudaError_t launch_part_states(const ScanMaps& maps, ScanArgs& args, const ScanPlan& plan,
                                float* states, cudaStream_t stream) {
@@ -85,7 +91,7 @@ cudaError_t launch_part_states(const ScanMaps& maps, ScanArgs& args, const ScanP
                                                                       stream)) {
     return e;
   }
-  return launch_join<kK, false>(args, plan, states, stream);
+  return launch_join<kK, false>(args, states, stream);
 }
 
 // The same for K = V = kDim, which the backward shares with the forward.
@@ -109,6 +115,7 @@ cudaError_t launch_parts(const ScanMaps& maps, ScanArgs args, const ScanPlan& pl
     return e;
   }
   args.part_states = states;
+  args.prepared = false;  // without scores
   return launch_walk<T, kK, kV, kErase, kDecay, Walk::kOutput>(maps, args, plan.part_slots, stream);
 }
 

@@ -86,20 +86,21 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   __syncthreads();
 }
 
-// The thread that feeds k and q.
+// The thread that feeds k and, where they are wanted, queries.
 template <int kK, typename Shared>
-__device__ __forceinline__ void feed_keys(const ScanMaps& maps, Shared& s, const Place& p) {
-  constexpr int kOperands = Shared::kScores ? 2 : 1;
+__device__ __forceinline__ void feed_keys(const ScanMaps& maps, Shared& s, const Place& p,
+                                          bool queries) {
+  const int bytes = (queries ? 2 : 1) * kK * kC * 2;
   const int chunks = chunks_of(p), row = static_cast<int>(p.row);
   int token = static_cast<int>(p.begin);
   Ring<Shared::kStages> ring;
   for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
     const int i = ring.index;
     s.keys_free[i].wait(ring.round ^ 1);
-    s.keys_full[i].arrive_expecting(kOperands * kK * kC * 2);
+    s.keys_full[i].arrive_expecting(bytes);
     for (int j = 0; j < kK / 64; ++j) {
       load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, p.hk, token, row);
-      if constexpr (Shared::kScores) {
+      if (Shared::kScores && queries) {
         load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, p.hk, token, row);
       }
     }

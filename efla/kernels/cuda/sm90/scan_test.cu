@@ -88,6 +88,12 @@ sm90::ScanPlan split(const Case& c, int value_tile, int64_t part_tokens) {
   return {value_tile, part_tokens, packed ? per + sequences : per * sequences};
 }
 
+bool is_hopper() {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+  return major == 9;
+}
+
 using Scan = DeltaRule;
 
 TEST_P(Scan, WholeBFloat16) {
@@ -118,15 +124,19 @@ INSTANTIATE_TEST_SUITE_P(Cases, Scan, testing::ValuesIn(cases()),
 class SplitBackward : public DeltaRule {};
 
 template <typename T>
-void check_split_backward(const Case& c, int64_t part_tokens, double tolerance) {
+void check_split_backward(const Case& c, int64_t part_tokens, double tolerance, bool kept = false) {
   const sm90::ScanPlan plan = split(c, static_cast<int>(c.value_dim), part_tokens);
-  check_backward<T>(c, tolerance, Family::kAuto, &plan);
+  check_backward<T>(c, tolerance, Family::kAuto, &plan, kept);
 }
 
 TEST_P(SplitBackward, PartsOfOneChunkBFloat16) {
   check_split_backward<__nv_bfloat16>(GetParam(), 64, 6e-3);
 }
 TEST_P(SplitBackward, PartsBFloat16) { check_split_backward<__nv_bfloat16>(GetParam(), 128, 6e-3); }
+TEST_P(SplitBackward, KeptPartsBFloat16) {
+  if (!is_hopper()) GTEST_SKIP() << "not a device of compute capability 9.0";
+  check_split_backward<__nv_bfloat16>(GetParam(), 128, 6e-3, true);
+}
 TEST_P(SplitBackward, PartsOfOneChunkHalf) { check_split_backward<__half>(GetParam(), 64, 3e-3); }
 
 INSTANTIATE_TEST_SUITE_P(Cases, SplitBackward, testing::ValuesIn(cases()),
@@ -152,12 +162,6 @@ std::vector<Case> long_cases() {
 
 class LongBackward : public DeltaRule {};
 
-bool is_hopper() {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
-  return major == 9;
-}
-
 TEST_P(LongBackward, IsSplit) {
   if (!is_hopper()) GTEST_SKIP() << "not a device of compute capability 9.0";
   efla::cuda::Setup<__half> s;
@@ -169,6 +173,10 @@ TEST_P(LongBackward, IsSplit) {
 
 TEST_P(LongBackward, GradientsBFloat16) {
   check_backward<__nv_bfloat16>(GetParam(), 6e-3, Family::kAuto);
+}
+TEST_P(LongBackward, KeptBFloat16) {
+  if (!is_hopper()) GTEST_SKIP() << "not a device of compute capability 9.0";
+  check_backward<__nv_bfloat16>(GetParam(), 6e-3, Family::kAuto, nullptr, true);
 }
 TEST_P(LongBackward, GradientsHalf) { check_backward<__half>(GetParam(), 3e-3, Family::kAuto); }
 
