@@ -3,6 +3,8 @@
 
 #include "efla/kernels/cuda/delta_rule_test.h"
 
+#include <algorithm>
+
 #include "efla/kernels/cuda/delta_rule.h"
 
 namespace efla::cuda {
@@ -107,6 +109,77 @@ TEST_P(DeltaRule, BackwardBFloat16) {
   check_backward<__nv_bfloat16>(GetParam(), 6e-3, Family::kPortable);
 }
 TEST_P(DeltaRule, BackwardHalf) { check_backward<__half>(GetParam(), 3e-3, Family::kPortable); }
+
+// step on a pool whose rows are in another order, with one row of padding.
+template <typename T, typename State>
+void check_step(const Case& c, double tolerance, double state_tolerance) {
+  if (sizeof(T) == 2) tolerance *= c.slack;
+  Setup<T> s;
+  make(c, s);
+  ReferenceProblem& r = s.reference;
+  const std::vector<State> initial = rounded<State>(r.initial_state);
+  const ReferenceResult expected = reference_forward(r);
+  const int64_t size = c.value_heads * c.key_dim * c.value_dim, padding = c.batch / 2;
+  const auto slot = [&](int64_t b) { return b == padding ? -1 : c.batch - b; };
+  std::vector<int64_t> indices(c.batch);
+  std::vector<State> pool((c.batch + 1) * size, State(0.5f));
+  std::vector<double> o = expected.o, states(pool.size(), 0.5);
+  for (int64_t b = 0; b < c.batch; ++b) {
+    indices[b] = slot(b);
+    if (b == padding) {
+      const auto row = o.begin() + b * c.tokens * c.value_heads * c.value_dim;
+      std::fill(row, row + c.tokens * c.value_heads * c.value_dim, 0.0);
+    } else {
+      std::copy_n(initial.begin() + b * size, size, pool.begin() + slot(b) * size);
+      std::copy_n(expected.final_state.begin() + b * size, size, states.begin() + slot(b) * size);
+    }
+  }
+  Buffer<State> device_pool(pool);
+  Buffer<int64_t> device_indices(indices);
+  Buffer<T> device_o(o.size());
+  StepParams params;
+  params.problem = s.problem;
+  params.o = {device_o.data(), c.tokens * c.value_heads * c.value_dim, c.value_heads * c.value_dim,
+              c.value_dim};
+  params.state = device_pool.data();
+  params.state_dtype = dtype_of<State>();
+  params.pool_size = c.batch + 1;
+  params.state_indices = device_indices.data();
+  CUDA_OK(step(params, nullptr));
+  CUDA_OK(cudaDeviceSynchronize());
+  EXPECT_LE(relative_rms(device_o.host(), o), tolerance) << "o";
+  EXPECT_LE(relative_rms(device_pool.host(), states), state_tolerance) << "states";
+}
+
+class Step : public DeltaRule {};
+
+TEST_P(Step, Float) { check_step<float, float>(GetParam(), 1e-5, 1e-5); }
+TEST_P(Step, BFloat16) { check_step<__nv_bfloat16, float>(GetParam(), 4e-3, 1e-5); }
+TEST_P(Step, BFloat16States) { check_step<__nv_bfloat16, __nv_bfloat16>(GetParam(), 4e-3, 4e-3); }
+TEST_P(Step, HalfStates) { check_step<__half, __half>(GetParam(), 1e-3, 1e-3); }
+
+std::vector<Case> step_cases() {
+  std::vector<Case> all = {
+      {"Few", 3, 1, 1, 2, 128, 128, Rule::kExact, true},
+      {"Many", 25, 1, 2, 4, 128, 128, Rule::kExact, true},
+      {"ManyTokens", 25, 8, 2, 4, 128, 64, Rule::kExactLog, true, true},
+      {"Few64", 3, 8, 1, 2, 64, 32},
+      {"Many64", 50, 1, 1, 2, 64, 64},
+      {"Odd", 3, 2, 1, 2, 60, 7},
+      {"Halfway", 3, 2, 1, 2, 100, 100},
+      {"WideKey", 2, 3, 1, 1, 250, 32},
+      {"WidestKey", 2, 5, 1, 2, 512, 64, Rule::kEuler, true, true},
+      {"WidestOdd", 2, 2, 1, 1, 500, 33},
+  };
+  all.push_back({"LongKeys", 30, 3, 1, 4, 128, 128});
+  all.back().long_keys = true;
+  all.push_back({"LongKeysNorm", 4, 3, 2, 2, 128, 128, Rule::kEuler, false, true});
+  all.back().long_keys = true;
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, Step, testing::ValuesIn(step_cases()),
+                         [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Cases, DeltaRule, testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });

@@ -41,7 +41,8 @@ cudaError_t launch_any(const Args& a, int64_t sequences, cudaStream_t stream) {
   if (a.key_dim <= 256) {
     return launch<State, Cut<256, kNarrow, 8, kVec, false>>(a, sequences, stream);
   }
-  return launch<State, Cut<512, kNarrow, 8, kVec, false>>(a, sequences, stream);
+  // Pieces of 8 columns would need more than 48 KiB of shared memory.
+  return launch<State, Cut<512, kNarrow, 8, std::min(kVec, 4), false>>(a, sequences, stream);
 }
 
 template <typename State>

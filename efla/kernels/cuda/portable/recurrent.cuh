@@ -10,8 +10,9 @@
 //
 //   S <- gamma S + k u^T ,     o = scale (gamma S_old^T q + (k.q) u) :
 //
-// all threads sum S^T k and S^T q over their rows, one thread per column finishes the sums and
-// makes u and o, and all take u to the state. No order of additions depends on time.
+// all threads sum S^T k and S^T q over their rows; one thread per column adds up the parts of the
+// first and makes u, another those of the second; then all take u to their rows of the state, and o
+// is made. No order of additions depends on time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -54,11 +55,13 @@ struct Cut {
   static constexpr int kRowLanes = 32 / kColumnLanes;      // and above each other
   static constexpr int kRows = kKey / kWarps / kRowLanes;  // of a thread
   static constexpr int kElements = kKey / 32;              // of k that a lane prepares
-  // Of a multiprocessor, as far as registers allow; only the largest keys need more than 128 of
-  // them.
-  static constexpr int kBlocks = kKey > 256 ? 1 : (kExact&& kRows* kVec <= 32 ? 20 : 16) / kWarps;
-  static_assert(kColumnLanes * kRowLanes == 32 && kRows * kRowLanes * kWarps == kKey);
-  static_assert(kRows % 4 == 0 && kColumns <= kThreads);
+  static constexpr int kParts = kRowLanes * kWarps;        // that K is cut into
+  // Of a multiprocessor: 128 registers a thread, fewer where that is enough. The largest keys need
+  // more.
+  static constexpr int kState = kRows * kVec;
+  static constexpr int kBlocks = kKey > 256 ? 1 : (kExact&& kState <= 32 ? 20 : 16) / kWarps;
+  static_assert(kColumnLanes * kRowLanes == 32 && kRows * kParts == kKey);
+  static_assert(kRows % 4 == 0 && 2 * kColumns <= kThreads);
 };
 
 // What a token's step needs beside its k and q.
@@ -77,7 +80,7 @@ struct Shared {
   alignas(16) float q[C::kWarps][C::kKey];
   Scalars scalars[C::kWarps];
   // Of the token at hand.
-  alignas(16) float sums[C::kWarps][2][C::kColumns];  // each warp's part of S^T k and S^T q
+  alignas(16) float sums[2][C::kParts][C::kColumns];  // of S^T k and S^T q, for a thread's rows
   alignas(16) float u[C::kColumns];
 };
 
@@ -249,11 +252,10 @@ __device__ __forceinline__ void load_floats(const float* from, float (&x)[kVec])
   }
 }
 
-// The warp's part of S^T k and S^T q.
+// The thread's part of S^T k and S^T q.
 template <typename C>
 __device__ __forceinline__ void sum_rows(const float (&s)[C::kRows][C::kVec], int token, int row0,
                                          Shared<C>& shared) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float sum_k[C::kVec] = {}, sum_q[C::kVec] = {};
 #pragma unroll
   for (int i = 0; i < C::kRows; i += 4) {
@@ -269,18 +271,9 @@ __device__ __forceinline__ void sum_rows(const float (&s)[C::kRows][C::kVec], in
       }
     }
   }
-#pragma unroll
-  for (int lanes = C::kColumnLanes; lanes < 32; lanes *= 2) {
-#pragma unroll
-    for (int c = 0; c < C::kVec; ++c) {
-      sum_k[c] += __shfl_xor_sync(0xffffffffu, sum_k[c], lanes);
-      sum_q[c] += __shfl_xor_sync(0xffffffffu, sum_q[c], lanes);
-    }
-  }
-  if (lane < C::kColumnLanes) {
-    store_floats(&shared.sums[warp][0][lane * C::kVec], sum_k);
-    store_floats(&shared.sums[warp][1][lane * C::kVec], sum_q);
-  }
+  const int part = row0 / C::kRows, column = threadIdx.x % C::kColumnLanes * C::kVec;
+  store_floats(&shared.sums[0][part][column], sum_k);
+  store_floats(&shared.sums[1][part][column], sum_q);
 }
 
 template <typename State, typename C>
@@ -288,49 +281,52 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     recurrent_kernel(const __grid_constant__ Args a) {
   __shared__ Shared<C> shared;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int key_dim = C::kExact ? C::kKey : a.key_dim;
   const int hv = blockIdx.y;
   const int64_t sequence = a.first_sequence + blockIdx.z;
   const int first_column = blockIdx.x * C::kColumns;
   // The thread's part of the state.
   const int row0 = (warp * C::kRowLanes + lane / C::kColumnLanes) * C::kRows;
   const int column0 = first_column + lane % C::kColumnLanes * C::kVec;
-  // The column whose sums it finishes.
-  const bool finishes = thread < C::kColumns && (C::kExact || first_column + thread < a.value_dim);
+  // The first kColumns threads make u, the next ones o, of one column each.
+  const bool makes_u = thread < C::kColumns, finishes = thread < 2 * C::kColumns;
+  const int column = makes_u ? thread : thread - C::kColumns;
+  const bool has_column = finishes && (C::kExact || first_column + column < a.value_dim);
+  // Which token the warp prepares. With T = 1 it is another warp from head to head, so that the
+  // work spreads over the schedulers.
+  const int mine = (warp + hv) % C::kWarps;
 
   const int64_t slot = a.state_indices ? a.state_indices[sequence] : sequence;
   const int64_t b = a.cu_seqlens ? 0 : sequence;
   const int64_t begin = a.cu_seqlens ? a.cu_seqlens[sequence] : 0;
   const int64_t end = a.cu_seqlens ? a.cu_seqlens[sequence + 1] : a.tokens;
-  int64_t v = index(a.v, b, begin, hv) + first_column + thread;
-  int64_t o = index(a.o, b, begin, hv) + first_column + thread;
 
   Row<C::kElements> row;
-  if (begin + warp < end) load_row<C>(a, b, begin + warp, hv, row);
-  uint32_t next_v = finishes && begin < end ? load_bits(a.dtype, a.v, v) : 0;
-
+  if (begin + mine < end) load_row<C>(a, b, begin + mine, hv, row);
+  const auto o_index = [&](int64_t t) { return index(a.o, b, t, hv) + first_column + column; };
   if (a.state_indices && (slot < 0 || slot >= a.pool_size)) {  // padding
-    for (int64_t t = begin; t < end && finishes; ++t, o += a.o.token) {
-      store_value(a.dtype, a.o, o, 0.f);
+    for (int64_t t = begin; t < end && has_column && !makes_u; ++t) {
+      store_value(a.dtype, a.o, o_index(t), 0.f);
     }
     return;
   }
   const int64_t offset =
-      ((slot * a.value_heads + hv) * a.key_dim + row0) * int64_t{a.value_dim} + column0;
+      ((slot * a.value_heads + hv) * key_dim + row0) * int64_t{a.value_dim} + column0;
   const auto inside = [&](int i) {
-    return C::kExact || (row0 + i < a.key_dim && column0 < a.value_dim);
+    return C::kExact || (row0 + i < key_dim && column0 < a.value_dim);
   };
   Piece<State, C::kVec> pieces[C::kRows] = {};
   if (a.state_in) {
     const State* from = static_cast<const State*>(a.state_in) + offset;
 #pragma unroll
     for (int i = 0; i < C::kRows; ++i) {
-      if (inside(i)) {
-        pieces[i] = load_piece<State, C::kVec>(from + int64_t{i} * a.value_dim);
-      }
+      if (inside(i)) pieces[i] = load_piece<State, C::kVec>(from + int64_t{i} * a.value_dim);
     }
   }
+  int64_t v = index(a.v, b, begin, hv) + first_column + column;
+  uint32_t next_v = has_column && makes_u && begin < end ? load_bits(a.dtype, a.v, v) : 0;
 
-  if (begin + warp < end) prepare_token<C>(a, row, warp, shared);
+  if (begin + mine < end) prepare_token<C>(a, row, mine, shared);
   __syncthreads();
 
   float s[C::kRows][C::kVec];
@@ -341,31 +337,27 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   }
 
   int token = 0;  // of those in shared memory
-  for (int64_t t = begin; t < end; ++t, ++token, o += a.o.token) {
+  for (int64_t t = begin; t < end; ++t, ++token) {
     if (token == C::kWarps) {
       __syncthreads();
-      if (t + warp < end) prepare_token<C>(a, row, warp, shared);
+      if (t + mine < end) prepare_token<C>(a, row, mine, shared);
       __syncthreads();
       token = 0;
     }
-    const int64_t ahead = t + C::kWarps + warp;
+    const int64_t ahead = t + C::kWarps + mine;
     if (token == 0 && ahead < end) load_row<C>(a, b, ahead, hv, row);
     const uint32_t now_v = next_v;
     v += a.v.token;
-    if (finishes && t + 1 < end) next_v = load_bits(a.dtype, a.v, v);
+    if (has_column && makes_u && t + 1 < end) next_v = load_bits(a.dtype, a.v, v);
 
     sum_rows<C>(s, token, row0, shared);
     __syncthreads();
     const Scalars x = shared.scalars[token];
+    float sum = 0.f;
     if (finishes) {
-      float sum_k = 0.f, sum_q = 0.f;
 #pragma unroll
-      for (int w = 0; w < C::kWarps; ++w) {
-        sum_k += shared.sums[w][0][thread], sum_q += shared.sums[w][1][thread];
-      }
-      const float u = x.write * from_bits(a.dtype, now_v) - x.erase * sum_k;
-      shared.u[thread] = u;
-      store_value(a.dtype, a.o, o, x.gamma * sum_q + x.kq * u);
+      for (int i = 0; i < C::kParts; ++i) sum += shared.sums[!makes_u][i][column];
+      if (makes_u) shared.u[column] = x.write * from_bits(a.dtype, now_v) - x.erase * sum;
     }
     __syncthreads();
     float u[C::kVec];
@@ -379,6 +371,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
         for (int c = 0; c < C::kVec; ++c) s[i + j][c] = x.gamma * s[i + j][c] + k[j] * u[c];
       }
+    }
+    if (has_column && !makes_u) {
+      store_value(a.dtype, a.o, o_index(t), x.gamma * sum + x.kq * shared.u[column]);
     }
   }
 
