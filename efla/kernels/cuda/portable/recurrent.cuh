@@ -202,29 +202,88 @@ __device__ __forceinline__ void prepare_token(const Args& a, const Row<C::kEleme
   if (lane == 0) shared.scalars[token] = {gamma, gamma * c.erase, c.write, kq * k_norm * q_norm};
 }
 
-// kVec elements of a row of the state, moved at once.
-template <typename State, int kVec>
-struct alignas(sizeof(State) * kVec) Piece {
-  State x[kVec];
+// kVec elements of a row of the state, moved at once. Words and not elements, which the compiler
+// would take apart as soon as they are loaded, and so wait for them there.
+template <int kBytes>
+struct Words;
+template <>
+struct Words<16> {
+  using Type = uint4;
 };
+template <>
+struct Words<8> {
+  using Type = uint2;
+};
+template <>
+struct Words<4> {
+  using Type = uint32_t;
+};
+template <>
+struct Words<2> {
+  using Type = uint16_t;
+};
+template <typename State, int kVec>
+using Piece = typename Words<sizeof(State) * kVec>::Type;
 
 template <typename State, int kVec>
 __device__ __forceinline__ Piece<State, kVec> load_piece(const State* from) {
-  if constexpr (kStream && sizeof(State) * kVec == 16) {
-    const uint4 x = __ldcs(reinterpret_cast<const uint4*>(from));
-    return reinterpret_cast<const Piece<State, kVec>&>(x);
+  const auto* piece = reinterpret_cast<const Piece<State, kVec>*>(from);
+  if constexpr (kStream) return __ldcs(piece);
+  return *piece;
+}
+
+template <typename State, int kVec>
+__device__ __forceinline__ void store_piece(State* to, Piece<State, kVec> x) {
+  auto* piece = reinterpret_cast<Piece<State, kVec>*>(to);
+  if constexpr (kStream) {
+    __stcs(piece, x);
   } else {
-    return *reinterpret_cast<const Piece<State, kVec>*>(from);
+    *piece = x;
+  }
+}
+
+__device__ __forceinline__ float2 unpack_pair(__nv_bfloat16, uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+__device__ __forceinline__ float2 unpack_pair(__half, uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+__device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float x, float y) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t pack_pair(__half, float x, float y) {
+  const __half2 pair = __floats2half2_rn(x, y);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+template <typename State, int kVec>
+__device__ __forceinline__ void unpack(const Piece<State, kVec>& piece, float (&s)[kVec]) {
+  if constexpr (sizeof(State) == 2 && kVec > 1) {
+#pragma unroll
+    for (int c = 0; c < kVec; c += 2) {
+      const float2 pair = unpack_pair(State(), reinterpret_cast<const uint32_t*>(&piece)[c / 2]);
+      s[c] = pair.x, s[c + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) s[c] = to_float(reinterpret_cast<const State*>(&piece)[c]);
   }
 }
 
 template <typename State, int kVec>
-__device__ __forceinline__ void store_piece(State* to, const Piece<State, kVec>& x) {
-  if constexpr (kStream && sizeof(State) * kVec == 16) {
-    __stcs(reinterpret_cast<uint4*>(to), reinterpret_cast<const uint4&>(x));
+__device__ __forceinline__ Piece<State, kVec> pack(const float (&s)[kVec]) {
+  Piece<State, kVec> piece;
+  if constexpr (sizeof(State) == 2 && kVec > 1) {
+#pragma unroll
+    for (int c = 0; c < kVec; c += 2) {
+      reinterpret_cast<uint32_t*>(&piece)[c / 2] = pack_pair(State(), s[c], s[c + 1]);
+    }
   } else {
-    *reinterpret_cast<Piece<State, kVec>*>(to) = x;
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) reinterpret_cast<State*>(&piece)[c] = State(s[c]);
   }
+  return piece;
 }
 
 template <int kVec>
@@ -315,13 +374,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   const auto inside = [&](int i) {
     return C::kExact || (row0 + i < key_dim && column0 < a.value_dim);
   };
-  Piece<State, C::kVec> pieces[C::kRows] = {};
-  if (a.state_in) {
-    const State* from = static_cast<const State*>(a.state_in) + offset;
+  Piece<State, C::kVec> pieces[C::kRows];
+  const State* from = static_cast<const State*>(a.state_in) + offset;
 #pragma unroll
-    for (int i = 0; i < C::kRows; ++i) {
-      if (inside(i)) pieces[i] = load_piece<State, C::kVec>(from + int64_t{i} * a.value_dim);
-    }
+  for (int i = 0; i < C::kRows; ++i) {
+    pieces[i] = a.state_in && inside(i)
+                    ? load_piece<State, C::kVec>(from + int64_t{i} * a.value_dim)
+                    : Piece<State, C::kVec>{};
   }
   int64_t v = index(a.v, b, begin, hv) + first_column + column;
   uint32_t next_v = has_column && makes_u && begin < end ? load_bits(a.dtype, a.v, v) : 0;
@@ -331,10 +390,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 
   float s[C::kRows][C::kVec];
 #pragma unroll
-  for (int i = 0; i < C::kRows; ++i) {
-#pragma unroll
-    for (int c = 0; c < C::kVec; ++c) s[i][c] = to_float(pieces[i].x[c]);
-  }
+  for (int i = 0; i < C::kRows; ++i) unpack<State>(pieces[i], s[i]);
 
   int token = 0;  // of those in shared memory
   for (int64_t t = begin; t < end; ++t, ++token) {
@@ -381,11 +437,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     State* to = static_cast<State*>(a.state_out) + offset;
 #pragma unroll
     for (int i = 0; i < C::kRows; ++i) {
-      if (!inside(i)) continue;
-      Piece<State, C::kVec> piece;
-#pragma unroll
-      for (int c = 0; c < C::kVec; ++c) piece.x[c] = State(s[i][c]);
-      store_piece(to + int64_t{i} * a.value_dim, piece);
+      if (inside(i)) store_piece<State, C::kVec>(to + int64_t{i} * a.value_dim, pack<State>(s[i]));
     }
   }
 }
