@@ -120,7 +120,8 @@ void check_step(const Case& c, double tolerance, double state_tolerance) {
   const std::vector<State> initial = rounded<State>(r.initial_state);
   const ReferenceResult expected = reference_forward(r);
   const int64_t size = c.value_heads * c.key_dim * c.value_dim, padding = c.batch / 2;
-  const auto slot = [&](int64_t b) { return b == padding ? -1 : c.batch - b; };
+  const int64_t outside = c.batch % 2 ? -1 : c.batch + 1;  // before or behind the pool
+  const auto slot = [&](int64_t b) { return b == padding ? outside : c.batch - b; };
   std::vector<int64_t> indices(c.batch);
   std::vector<State> pool((c.batch + 1) * size, State(0.5f));
   std::vector<double> o = expected.o, states(pool.size(), 0.5);
