@@ -24,10 +24,24 @@ template <typename State, typename C>
 cudaError_t launch(Args a, int64_t sequences, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>((a.value_dim + C::kColumns - 1) / C::kColumns);
   const auto heads = static_cast<unsigned>(a.value_heads);
+  // The launch may begin before the work ahead of it in the stream has ended; the kernel waits
+  // for that before it reads or writes anything.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  int device = 0, major = 0;
+  if (auto e = cudaGetDevice(&device)) return e;
+  if (auto e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
+  const unsigned overlaps = major >= 9 ? 1 : 0;
   for (; a.first_sequence < sequences; a.first_sequence += kMaxGrid) {
     const auto rows = static_cast<unsigned>(std::min(sequences - a.first_sequence, kMaxGrid));
-    recurrent::recurrent_kernel<State, C><<<{tiles, heads, rows}, C::kThreads, 0, stream>>>(a);
-    if (auto e = cudaGetLastError()) return e;
+    cudaLaunchConfig_t config{};
+    config.gridDim = {tiles, heads, rows};
+    config.blockDim = C::kThreads;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = overlaps;
+    if (auto e = cudaLaunchKernelEx(&config, recurrent::recurrent_kernel<State, C>, a)) return e;
   }
   return cudaSuccess;
 }

@@ -339,6 +339,11 @@ template <typename State, typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     recurrent_kernel(const __grid_constant__ Args a) {
   __shared__ Shared<C> shared;
+#if __CUDA_ARCH__ >= 900
+  // Wait for what the stream holds ahead; the launch behind this one may begin to do the same.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int key_dim = C::kExact ? C::kKey : a.key_dim;
   const int hv = blockIdx.y;
