@@ -79,6 +79,7 @@ WIDER = (
     Wider(("large_keys",), _F16, "final_state", "hopper", 3e-2, _SMALL_U, only_decay=True),
     Wider(("large_keys",), _F16, "k", "hopper", 1.5e-2, _SMALL_U, only_decay=True),
     Wider(("large_keys_small_steps",), _F16, "final_state", "hopper", 7e-2, _SMALL_U, only_decay=True),
+    Wider(("large_keys_small_steps",), _F16, "k", "hopper", 3.3e-3, _SMALL_U, dim=96),  # no decay
     Wider(("large_keys_small_steps",), _F16, "k", "hopper", 2e-2, _SMALL_U, only_decay=True),
     Wider(("hard_resets",), _F16, "initial_state", "hopper", 3e-3,
           "gates below e^-10 make products that half does not hold", lost=2.0**-24),
@@ -165,14 +166,16 @@ def expectation(case, **options):
 
 
 def family(dtype, dim):
-    """The kernels that efla.chunk runs with K = V = dim: "hopper", "portable" or "cpu"."""
+    """The kernels that efla.chunk runs with K = V = dim: "hopper", "portable" or "cpu". K and V that
+    differ are on Hopper if each of them would be."""
     if not ON_GPU:
         return "cpu"
     hopper = (
         torch.cuda.get_device_capability(DEVICE) == (9, 0)
         and os.environ.get("EFLA_CUDA_KERNELS", "") != "portable"
         and dtype in SIXTEEN_BITS
-        and dim in (64, 128)
+        and dim <= 128
+        and dim % 8 == 0
     )
     return "hopper" if hopper else "portable"
 

@@ -55,7 +55,8 @@ def test_every_rule_dtype_head_size_and_layout(layout, rule, decay, key_dim, val
 
 
 @pytest.mark.parametrize(
-    "key_dim,value_dim", [(1, 1), (7, 3), (60, 100), (64, 128), (128, 64), (100, 512), (200, 72)]
+    "key_dim,value_dim",
+    [(1, 1), (7, 3), (60, 100), (40, 104), (104, 8), (64, 128), (128, 64), (100, 512), (200, 72)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_head_sizes(key_dim, value_dim, dtype):
@@ -230,7 +231,7 @@ def test_steps_that_expand_the_state():
         x["beta"] = 2.6 + 0 * x["beta"]
 
     case = problem(
-        torch.bfloat16, batch=1, tokens=40, heads=1, key_dim=96, value_dim=96, change=expand
+        torch.bfloat16, batch=1, tokens=40, heads=1, key_dim=100, value_dim=100, change=expand
     )
     for op in (efla.chunk, efla.recurrent):
         # The last few tokens are all that counts.

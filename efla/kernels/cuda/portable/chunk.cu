@@ -58,17 +58,18 @@ ChunkArgs make_args(const Problem& p, Arena& arena) {
   return a;
 }
 
-// The backward's own workspaces; on Hopper V is a number of whole tiles, and dS and dR never leave
-// the multiprocessor. Grouped heads get float parts of dq and dk per value head.
+// The backward's own workspaces; on Hopper K and V are padded to one size, and dS and dR never
+// leave the multiprocessor. Grouped heads get float parts of dq and dk per value head.
 void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, bool hopper, void*& parts_q,
                   void*& parts_k) {
   const Shape& s = p.shape;
-  const int64_t size = element_size(p.dtype), key_dim = padded_key_dim(s.key_dim);
+  const int64_t size = element_size(p.dtype);
+  const int64_t key_dim = hopper ? sm90::square_dim(s) : padded_key_dim(s.key_dim);
   const int c =
       p.dtype == DType::kFloat32 ? chunk_tokens<float>(s.key_dim) : chunk_tokens<__half>(s.key_dim);
   const int64_t places =
       chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, c) * s.value_heads;
-  if (hopper) a.columns = s.value_dim;
+  if (hopper) a.columns = key_dim;
   a.states = arena.take(places * a.columns * key_dim * size);
   a.u = arena.take(places * c * a.columns * size);
   if (!hopper) {

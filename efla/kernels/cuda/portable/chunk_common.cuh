@@ -45,8 +45,8 @@ struct ChunkArgs {
   void* scores;                       // P_hat, [slots, HV, C, C], Square<T>
   float* scalars;                     // [slots, HV, kScalarRows, C]
 
-  // Backward only. `columns` is V rounded up to whole tiles; the matrices over it are zero beyond
-  // V.
+  // Backward only, but for `columns` on Hopper: V rounded up to whole tiles. The matrices over it
+  // are zero beyond V, and beyond K.
   View grad_o;
   bool vector_grad_o;
   const float* grad_final_state;  // [N, HV, K, V]; null: zero

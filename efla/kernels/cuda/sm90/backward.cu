@@ -6,13 +6,6 @@
 #include "efla/kernels/cuda/sm90/tensor_map.h"
 
 namespace efla::cuda::sm90 {
-namespace {
-
-bool has_kernel(const Shape& s) {
-  return s.key_dim == s.value_dim && (s.key_dim == 64 || s.key_dim == 128);
-}
-
-}  // namespace
 
 bool backward_applies(const BackwardParams& params) {
   const Problem& p = params.problem;
@@ -36,22 +29,23 @@ ScanPlan plan_backward(const Problem& problem) {
 cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, const void* checkpoints,
                      void* parts, cudaStream_t stream) {
   const bool packed = a.cu_seqlens != nullptr;
-  const int64_t dim = a.key_dim;
+  const int64_t dim = a.columns;  // K and V padded
   const int64_t batch = packed ? 1 : a.sequences;
   if (a.sequences * a.value_heads == 0) return cudaSuccess;
   BackwardMaps maps{};
   CUtensorMap v{};
-  const auto map = [&](CUtensorMap& out, const View& x, int64_t heads) {
-    return make_map(out, x, dtype, batch, a.tokens, heads, dim);
+  const auto map = [&](CUtensorMap& out, const View& x, int64_t heads, int64_t columns) {
+    return make_map(out, x, dtype, batch, a.tokens, heads, columns);
   };
   // Without a token there is nothing to map: the walks only pass the states through.
   const bool any = batch * a.tokens > 0;
   const auto gradient = [&](CUtensorMap& out, const MutableView& x) {
     return !x.data || a.value_heads > a.heads ||
-           make_map(out, x, dtype, batch, a.tokens, a.heads, dim);
+           make_map(out, x, dtype, batch, a.tokens, a.heads, a.key_dim);
   };
-  if (any && !(map(maps.q, a.q, a.heads) && map(maps.k, a.k, a.heads) &&
-               map(v, a.v, a.value_heads) && map(maps.grad_o, a.grad_o, a.value_heads) &&
+  if (any && !(map(maps.q, a.q, a.heads, a.key_dim) && map(maps.k, a.k, a.heads, a.key_dim) &&
+               map(v, a.v, a.value_heads, a.value_dim) &&
+               map(maps.grad_o, a.grad_o, a.value_heads, a.value_dim) &&
                gradient(maps.grad_q, a.grad_q) && gradient(maps.grad_k, a.grad_k))) {
     return cudaErrorInvalidValue;
   }

@@ -1,4 +1,5 @@
-// Launches the backward on Hopper for one storage type and K = V; one small file instantiates each.
+// Launches the backward on Hopper for one storage type and padded size; one small file
+// instantiates each.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/backward_walk.cuh"

@@ -10,8 +10,8 @@ inline constexpr int kScalarWarps = 2;  // a thread per token
 
 // Boxes as in the scan, [B, T, H, K = V].
 struct BackwardMaps {
-  CUtensorMap q, k, grad_o;
-  CUtensorMap grad_q, grad_k;  // where heads are not grouped
+  CUtensorMap q, k, grad_o;    // [B, T, H, K], [B, T, HV, V]
+  CUtensorMap grad_q, grad_k;  // likewise, where heads are not grouped
 };
 
 using Tile = unsigned char[kC * 128];  // 64 rows of 64 columns
@@ -39,7 +39,7 @@ struct TokenSums {
   float columns[2][4][kC];       // their column sums by warp, the first times e
 };
 
-// K = V = kDim; kAdvance: for the chain of state_gradient.cuh alone.
+// K and V padded to kDim; kAdvance: for the chain of state_gradient.cuh alone.
 template <int kDim, bool kAdvance>
 struct BackwardShared {
   static constexpr int kTiles = kDim / 64;  // across K or V; warpgroups of the chain, too

@@ -1,7 +1,7 @@
-// The backward on Hopper: one block walks a sequence's chunks from last to first, K = V = kDim. A
-// warpgroup per 64 columns of V holds the gradient of the state (state_gradient.cuh), one makes dQ
-// and dK (token_gradients.cuh), two warps own the scalars (scalar_gradients.cuh), two threads feed
-// them.
+// The backward on Hopper: one block walks a sequence's chunks from last to first, K and V padded to
+// kDim. A warpgroup per 64 columns of V holds the gradient of the state (state_gradient.cuh), one
+// makes dQ and dK (token_gradients.cuh), two warps own the scalars (scalar_gradients.cuh), two
+// threads feed them.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/scalar_gradients.cuh"

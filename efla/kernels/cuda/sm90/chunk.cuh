@@ -9,7 +9,8 @@ namespace efla::cuda::sm90 {
 inline constexpr int kC = 64;  // tokens per chunk
 inline constexpr int kWarpgroup = 128;
 
-// Tensor maps of q, k, v, o; boxes of kC tokens x 64 columns of one head.
+// Tensor maps of q, k, v, o; boxes of kC tokens x 64 columns of one head. Columns beyond the true K
+// or V are zeros in shared memory and are not stored.
 struct ScanMaps {
   CUtensorMap q, k, v, o;
 };
@@ -20,11 +21,11 @@ struct ScanArgs {
   // Tokens per part of a split sequence, a multiple of kC; 0: a block walks a whole sequence. Parts
   // lie in slots as chunks do (chunk_slots with part_tokens in the place of the chunk).
   int64_t part_tokens;
-  // [part slots, HV, K, V]: the state that each part's walk starts from; null: zero. For the
-  // reverse walk, dS behind the part.
+  // The state that each part's walk starts from; null: zero. For the reverse walk, dS behind the
+  // part. [part slots, HV, K, V], K and V both padded to a.columns.
   const float* part_states;
-  // [part slots, HV, K, V]: each part's N, S_out = M S_in + N; the first part's is its S_out.
-  // Backwards N', dS_in = M^T dS_out + N'; the last part's is its dS_in.
+  // Padded likewise: each part's N, S_out = M S_in + N; the first part's is its S_out. Backwards
+  // N', dS_in = M^T dS_out + N'; the last part's is its dS_in.
   float* part_results;
   float* transitions;  // each part's M, likewise
   // prepare_kernel has run: common.inverse and scalars (and scores, if not null) hold what walks
@@ -45,7 +46,7 @@ struct Place {
 
 __device__ inline Place find_place(const ScanArgs& args, int tile_columns) {
   const ChunkArgs& a = args.common;
-  const int tiles = a.value_dim / tile_columns;
+  const int tiles = static_cast<int>(a.columns) / tile_columns;
   const int64_t item = blockIdx.x / tiles / a.value_heads;
   Place p;
   p.hv = static_cast<int>(blockIdx.x / tiles % a.value_heads);

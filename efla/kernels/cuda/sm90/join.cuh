@@ -18,10 +18,11 @@ struct JoinShared {
   float state[2][kK / 4][4 * kJoinColumns + 8];  // rows by fours
 };
 
-// grid (sequences * HV, V / kJoinColumns). Writes what each part's walk starts from to `states`:
-// the state before the part, or (kReverse) dS behind it. What leaves the sequence at the other end
-// comes from the walk of its last (first) part, but from here for empty sequences, which have no
-// part. Four neighbouring lanes make the same 4 x 4 elements from a quarter of the sum each.
+// grid (sequences * HV, kK / kJoinColumns), for K and V padded to kK. Writes what each part's walk
+// starts from to `states`: the state before the part, or (kReverse) dS behind it. What leaves the
+// sequence at the other end comes from the walk of its last (first) part, but from here for empty
+// sequences, which have no part. Four neighbouring lanes make the same 4 x 4 elements from a
+// quarter of the sum each.
 template <int kK, bool kReverse>
 __global__ void __launch_bounds__(kJoinThreads<kK>)
     join_kernel(const ScanArgs args, float* states) {
@@ -41,15 +42,15 @@ __global__ void __launch_bounds__(kJoinThreads<kK>)
       static_cast<int>((max(tokens, int64_t{0}) + args.part_tokens - 1) / args.part_tokens);
   const int quarter = threadIdx.x % 4, rows = threadIdx.x / 8;  // of the sum; of four
   const int column = threadIdx.x / 4 % 2 * 4, row = 4 * rows + quarter;
-  const int64_t size = int64_t{kK} * a.value_dim;
-  const int64_t offset = row * a.value_dim + blockIdx.y * kJoinColumns + column;
+  const int value = blockIdx.y * kJoinColumns + column;  // of V
+  const int64_t size = int64_t{kK} * kK, offset = row * kK + value;
   const auto place = [&](int step) {
     return ((first + (kReverse ? parts - 1 - step : step)) * a.value_heads + hv) * size;
   };
   // Starts copying the transition of a step; the first has none, its walk began with what enters.
   const auto fetch = [&](int step) {
     if (step > 0 && step + 1 < parts) {
-      const float* m = args.transitions + place(step) / a.value_dim * kK;
+      const float* m = args.transitions + place(step);
       for (int i = threadIdx.x; i < kK * kK / 4; i += kJoinThreads<kK>) {
         copy_async_16(&s.transition[step % 2][i / (kK / 4)][i % (kK / 4) * 4], m + 4 * i, true);
       }
@@ -58,9 +59,10 @@ __global__ void __launch_bounds__(kJoinThreads<kK>)
   };
   const float* entering = kReverse ? a.grad_final_state : a.initial_state;
   float* leaving = kReverse ? a.grad_initial_state : a.final_state;
-  const int64_t whole = (sequence * a.value_heads + hv) * size + offset;
+  const bool inside = row < a.key_dim && value < a.value_dim;
+  const int64_t whole = ((sequence * a.value_heads + hv) * a.key_dim + row) * a.value_dim + value;
   float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (entering) x = *reinterpret_cast<const float4*>(entering + whole);
+  if (entering && inside) x = *reinterpret_cast<const float4*>(entering + whole);
   fetch(1);
   for (int step = 0; step < parts; ++step) {
     *reinterpret_cast<float4*>(states + place(step) + offset) = x;
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(kJoinThreads<kK>)
     x = make_float4(add.x + one[0], add.y + one[1], add.z + one[2], add.w + one[3]);
   }
   wait_copies<0>();
-  if (parts == 0 && leaving) *reinterpret_cast<float4*>(leaving + whole) = x;
+  if (parts == 0 && leaving && inside) *reinterpret_cast<float4*>(leaving + whole) = x;
 }
 
 }  // namespace efla::cuda::sm90

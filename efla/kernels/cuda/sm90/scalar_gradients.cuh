@@ -32,7 +32,7 @@ struct ScalarGradients {
     const T* v = element<T>(a.v, p.row, token, p.hv);
 #pragma unroll
     for (int n = 0; n < Shared::kTiles; ++n) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
+      if (64 * n < a.value_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
     }
     return x;
   }

@@ -30,8 +30,7 @@ int64_t places(const Problem& p) {
 bool scan_applies(const ForwardParams& params) {
   const Problem& p = params.problem;
   const Shape& s = p.shape;
-  if (s.key_dim != s.value_dim || (s.key_dim != 64 && s.key_dim != 128)) return false;
-  if (s.tokens >= INT32_MAX || s.batch >= INT32_MAX) return false;
+  if (!has_kernel(s) || s.tokens >= INT32_MAX || s.batch >= INT32_MAX) return false;
   return has_map(p.q, s.batch, s.tokens, s.heads) && has_map(p.k, s.batch, s.tokens, s.heads) &&
          has_map(p.v, s.batch, s.tokens, s.value_heads) &&
          has_map(params.o, s.batch, s.tokens, s.value_heads) && device_applies(p.dtype);
@@ -41,7 +40,8 @@ ScanPlan plan_scan(const Problem& problem) {
   const Shape& s = problem.shape;
   ScanPlan plan;
   const int64_t tiles = s.sequences * s.value_heads;
-  plan.value_tile = s.key_dim == 64 || tiles < kFullTiles ? 64 : 128;
+  const bool narrow = s.key_dim <= 64 || s.value_dim <= 64;
+  plan.value_tile = narrow || tiles < kFullTiles ? 64 : 128;
   if (tiles >= kFewTiles || tiles == 0) return plan;
   const int64_t processors = std::max(1, attribute(cudaDevAttrMultiProcessorCount));
   const int64_t longest = problem.cu_seqlens ? s.tokens : s.tokens * s.batch;
@@ -51,7 +51,7 @@ ScanPlan plan_scan(const Problem& problem) {
   plan.part_tokens = (part + kC - 1) / kC * kC;
   plan.part_slots =
       chunk_slots(s.sequences, s.tokens, problem.cu_seqlens != nullptr, plan.part_tokens);
-  plan.value_tile = s.key_dim;
+  plan.value_tile = square_dim(s);
   return plan;
 }
 
@@ -61,7 +61,8 @@ int64_t parts_workspace(const Problem& problem, const ScanPlan& plan) {
 
 int64_t checkpoint_bytes(const Problem& problem, const ScanPlan& plan) {
   const Shape& s = problem.shape;
-  return 2 * plan.part_slots * s.value_heads * s.key_dim * s.value_dim * int64_t{sizeof(float)};
+  const int64_t size = int64_t{square_dim(s)} * square_dim(s);
+  return 2 * plan.part_slots * s.value_heads * size * int64_t{sizeof(float)};
 }
 
 int64_t scan_workspace(const Problem& problem, const ScanPlan& plan) {
@@ -82,6 +83,8 @@ cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void
   set_problem(a, p);
   a.o = params.o;
   a.final_state = static_cast<float*>(params.final_state);
+  a.columns =
+      plan.part_tokens > 0 ? square_dim(s) : std::max(padded_dim(s.value_dim), plan.value_tile);
   float* states = set_parts(args, plan, workspace);
   if (plan.part_tokens > 0) {
     if (params.checkpoints) {

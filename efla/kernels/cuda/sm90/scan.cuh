@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   }
   __syncthreads();
   const ChunkArgs& a = args.common;
-  const Place p = find_place(args, a.value_dim);
+  const Place p = find_place(args, static_cast<int>(a.columns));
   if (p.sequence < 0) return;
   const int64_t first = a.cu_seqlens ? a.cu_seqlens[p.sequence] : 0;
   const int64_t tokens = a.cu_seqlens ? a.cu_seqlens[p.sequence + 1] - first : a.tokens;
@@ -225,19 +225,45 @@ __device__ __forceinline__ void pack_step(uint32_t (&a)[4], const float* d) {
   for (int i = 0; i < 4; ++i) a[i] = pack<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Reads or writes a thread's part of a float state [K, V] in global memory: `visit(offset, x)`.
-template <int kK, typename Visit>
-__device__ __forceinline__ void visit_state(float (&state)[kK / 2], int64_t value_dim, int column,
-                                            Visit visit) {
-  const int lane = threadIdx.x % 32, v = column + threadIdx.x / 32 % 4 * 16 + lane / 4;
+// The column of V that a thread's part of a state starts with. Its element 4 n + i is of column
+// + i / 2 * 8 and of row 8 n + lane % 4 * 2 + i % 2 of K.
+__device__ __forceinline__ int state_column(int column) {
+  return column + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+}
+
+// Visits a thread's part of a float state [key_dim, value_dim] in global memory: `visit(element,
+// x)`. Sizes are multiples of 8: a warp has its groups of 8 whole or not at all.
+template <int kK, typename Element, typename Visit>
+__device__ __forceinline__ void visit_state(float (&state)[kK / 2], Element* data, int key_dim,
+                                            int value_dim, int column, Visit visit) {
+  const int v = state_column(column);
+  const auto run = [&](int keys, int values) {
+    Element* row = data + threadIdx.x % 4 * 2 * values + v;
 #pragma unroll
-  for (int n = 0; n < kK / 8; ++n) {
+    for (int n = 0; n < kK / 8; ++n, row += 8 * values) {
+      if (n * 8 >= keys) break;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int k = n * 8 + lane % 4 * 2 + i % 2;
-      visit(k * value_dim + v + i / 2 * 8, state[4 * n + i]);
+      for (int i = 0; i < 4; ++i) {
+        if (v + i / 2 * 8 < values) visit(row[i % 2 * values + i / 2 * 8], state[4 * n + i]);
+      }
     }
+  };
+  if (key_dim == kK && value_dim == kK) {
+    __builtin_assume(v + 8 < kK);
+    run(kK, kK);  // without a comparison, at constant addresses
+  } else {
+    run(key_dim, value_dim);
   }
+}
+template <int kK>
+__device__ __forceinline__ void load_state(float (&state)[kK / 2], const float* data, int key_dim,
+                                           int value_dim, int column) {
+  visit_state<kK>(state, data, key_dim, value_dim, column, [](float y, float& x) { x = y; });
+}
+template <int kK>
+__device__ __forceinline__ void store_state(float (&state)[kK / 2], float* data, int key_dim,
+                                            int value_dim, int column) {
+  visit_state<kK>(state, data, key_dim, value_dim, column, [](float& y, float x) { y = x; });
 }
 
 // S^T K^T (or with q in k's place, S^T Q^T) of one warpgroup.
@@ -283,7 +309,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int column = p.column0 + 64 * group;  // of V
-  const int64_t state_size = int64_t{kK} * a.value_dim;
+  const bool whole = args.part_tokens == 0 || (kWalk == Walk::kAdvance && p.first);
   // This lane's row of 8 columns of v and o, for the transposing 8 x 8 loads and stores.
   const int piece = thread / 32 * 2 + lane / 8 % 2;
   const uint32_t lane_offset = (lane / 16 * 8 + lane % 8) * 128 + ((piece ^ (lane % 8)) << 4);
@@ -291,15 +317,16 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   float state[kK / 2] = {};
   uint32_t packed[kK / 16][4];
   if (!values) {
-    visit_state<kK>(state, 1 << 16, column,
-                    [&](int64_t i, float& x) { x = (i >> 16) == (i & 0xffff) ? 1.f : 0.f; });
-  } else {
-    const bool whole = args.part_tokens == 0 || (kWalk == Walk::kAdvance && p.first);
-    const float* from = whole ? a.initial_state : args.part_states;
-    if (from) {
-      from += ((whole ? p.sequence : p.part) * a.value_heads + p.hv) * state_size;
-      visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { x = from[i]; });
+    const int ahead = state_column(column) - lane % 4 * 2;  // of K's row 0: the identity
+#pragma unroll
+    for (int n = 0; n < kK / 2; ++n) {
+      state[n] = n / 4 * 8 + n % 2 == ahead + n / 2 % 2 * 8 ? 1.f : 0.f;
     }
+  } else if (const float* from = whole ? a.initial_state : args.part_states) {
+    const int keys = whole ? a.key_dim : kK;
+    const int columns = whole ? a.value_dim : static_cast<int>(a.columns);
+    from += ((whole ? p.sequence : p.part) * a.value_heads + p.hv) * keys * columns;
+    load_state<kK>(state, from, keys, columns, column);
   }
 #pragma unroll
   for (int i = 0; i < kK / 16; ++i) pack_step<T>(packed[i], &state[8 * i]);
@@ -331,7 +358,9 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     } else {
       T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +
                column;
-      for (int n = thread; n < tokens * 8; n += kWarpgroup) {
+      // A thread has 8 columns and every 16th row.
+      const int pieces = column + thread % 8 * 8 < a.value_dim ? tokens * 8 : 0;
+      for (int n = thread; n < pieces; n += kWarpgroup) {
         *reinterpret_cast<uint4*>(out + n / 8 * a.o.token + n % 8 * 8) =
             *reinterpret_cast<const uint4*>(s.v[i][group] + tile_offset(n / 8, n % 8 * 8));
       }
@@ -476,15 +505,15 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
     if (thread == 0) wait_stores<0>();
     if (a.final_state && p.last) {
-      float* to = a.final_state + (p.sequence * a.value_heads + p.hv) * state_size;
-      visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { to[i] = x; });
+      float* to = a.final_state + (p.sequence * a.value_heads + p.hv) * a.key_dim * a.value_dim;
+      store_state<kK>(state, to, a.key_dim, a.value_dim, column);
     }
   } else if constexpr (kKeep) {
     if (thread == 0) wait_stores<0>();
   } else {
     float* to = (values ? args.part_results : args.transitions) +
-                (p.part * a.value_heads + p.hv) * state_size;
-    visit_state<kK>(state, a.value_dim, column, [&](int64_t i, float& x) { to[i] = x; });
+                (p.part * a.value_heads + p.hv) * kK * a.columns;
+    store_state<kK>(state, to, kK, static_cast<int>(a.columns), column);
   }
 }
 

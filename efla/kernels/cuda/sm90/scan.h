@@ -3,19 +3,32 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "efla/kernels/params.h"
 
 namespace efla::cuda::sm90 {
 
+/// Head sizes of these kernels: all multiples of 8 up to 128, K and V apart. They compute with
+/// padded sizes; the copy engine fills the columns beyond the true ones with zeros and stores none.
+constexpr bool has_kernel(const Shape& s) {
+  const auto fits = [](int64_t dim) { return dim > 0 && dim <= 128 && dim % 8 == 0; };
+  return fits(s.key_dim) && fits(s.value_dim);
+}
+constexpr int padded_dim(int64_t dim) { return dim <= 64 ? 64 : 128; }
+/// K and V padded to one size: in the backward, and where sequences are split.
+constexpr int square_dim(const Shape& s) { return padded_dim(std::max(s.key_dim, s.value_dim)); }
+
 /// How a forward is spread over the multiprocessors.
 struct ScanPlan {
-  int value_tile = 128;     // columns of V per block
+  int value_tile = 128;     // columns of V per block; 64 where keys are padded to 64
   int64_t part_tokens = 0;  // tokens per part of a split sequence; 0: whole sequences
   int64_t part_slots = 0;   // parts, those of no sequence included
 };
 
 /// Whether the kernels of this folder can run the problem on the current device: compute capability
-/// 9.0, 16-bit storage, K = V = 64 or 128, and tensors whose rows start on 16-byte boundaries.
+/// 9.0, 16-bit storage, K and V multiples of 8 up to 128, and tensors whose rows start on 16-byte
+/// boundaries.
 bool scan_applies(const ForwardParams& params);
 
 ScanPlan plan_scan(const Problem& problem);

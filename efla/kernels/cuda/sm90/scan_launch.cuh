@@ -12,7 +12,7 @@ cudaError_t launch_walk(const ScanMaps& maps, const ScanArgs& args, int64_t plac
                         cudaStream_t stream) {
   constexpr int kBytes = sizeof(ScanShared<kK, kV, kWalk>);
   static_assert(kBytes <= 227 * 1024);
-  const int64_t blocks = places * args.common.value_heads * (args.common.value_dim / kV);
+  const int64_t blocks = places * args.common.value_heads * (args.common.columns / kV);
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
   auto* kernel = scan_kernel<T, kK, kV, kErase, kDecay, kWalk>;
@@ -62,7 +62,7 @@ cudaError_t with_rule(const ChunkArgs& a, Run run) {
 // Lays out what a plan keeps of the parts; returns the place of what their walks start from.
 inline float* set_parts(ScanArgs& args, const ScanPlan& plan, void* parts) {
   const ChunkArgs& a = args.common;
-  const int64_t size = plan.part_slots * a.value_heads * a.key_dim * a.value_dim;
+  const int64_t size = plan.part_slots * a.value_heads * a.columns * a.columns;
   args.part_tokens = plan.part_tokens;
   args.transitions = static_cast<float*>(parts);
   args.part_results = args.transitions + 2 * size;
@@ -77,7 +77,7 @@ cudaError_t launch_join(const ScanArgs& args, float* states, cudaStream_t stream
   if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
     return e;
   }
-  const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), a.value_dim / kJoinColumns);
+  const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), kK / kJoinColumns);
   kernel<<<grid, kJoinThreads<kK>, kBytes, stream>>>(args, states);
   return cudaGetLastError();
 }
@@ -94,7 +94,7 @@ cudaError_t launch_part_states(const ScanMaps& maps, ScanArgs& args, const ScanP
   return launch_join<kK, false>(args, states, stream);
 }
 
-// The same for K = V = kDim, which the backward shares with the forward.
+// The same for K and V padded to kDim, which the backward shares with the forward.
 template <typename T, int kDim>
 cudaError_t launch_square_part_states(const ScanMaps& maps, ScanArgs& args, const ScanPlan& plan,
                                       float* states, cudaStream_t stream) {
@@ -130,7 +130,9 @@ cudaError_t launch_scan(const ScanMaps& maps, const ScanArgs& args, const ScanPl
   };
   using Narrow = std::integral_constant<int, 64>;
   using Wide = std::integral_constant<int, 128>;
-  if (args.common.key_dim == 64) return run(Narrow{}, Narrow{});
+  const bool split = plan.part_tokens > 0;  // by square transitions
+  const int64_t key_dim = split ? args.common.columns : padded_dim(args.common.key_dim);
+  if (key_dim == 64) return run(Narrow{}, Narrow{});
   return plan.value_tile == 64 ? run(Wide{}, Narrow{}) : run(Wide{}, Wide{});
 }
 

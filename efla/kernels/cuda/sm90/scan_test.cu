@@ -1,6 +1,8 @@
 // The Hopper scan and its backward against the float64 reference under every plan. Needs a GPU of
 // compute capability 9.0 (label gpu).
 
+#include <tuple>
+
 #include "efla/kernels/cuda/delta_rule_test.h"
 #include "efla/kernels/cuda/sm90/backward.h"
 
@@ -39,6 +41,24 @@ std::vector<Case> cases() {
        {3, 64, 128, 128, 300}},
       {"Norms", 1, 256, 1, 1, 128, 128, Rule::kExact, false, false, true, {}, 6.0},
   };
+  // Sizes that are padded: alone and together, keys narrower and wider than values.
+  for (const auto& [name, key_dim, value_dim] : {std::tuple{"32", 32, 32},
+                                                 {"80", 80, 80},
+                                                 {"96", 96, 96},
+                                                 {"40x104", 40, 104},
+                                                 {"104x40", 104, 40},
+                                                 {"64x128", 64, 128},
+                                                 {"128x64", 128, 64}}) {
+    const std::string size = std::string("Head") + name;
+    all.push_back({size, 2, 150, 2, 2, key_dim, value_dim});
+    all.push_back(
+        {size + "GroupedDecay", 1, 200, 2, 6, key_dim, value_dim, Rule::kExact, true, true});
+    all.push_back({size + "Packed", 1, 300, 1, 2, key_dim, value_dim, Rule::kExactLog, true, false,
+                   true, packed});
+  }
+  all.push_back({"Head8", 2, 200, 2, 4, 8, 8, Rule::kExact, false, false, true, {}, 1.0, 2.0});
+  all.push_back({"Head48NoState", 1, 330, 1, 1, 48, 48, Rule::kExact, false, false, false});
+  all.push_back({"Head120ManyTiles", 40, 70, 2, 4, 120, 120});
   // beta's gradient comes from a few tokens there: with bfloat16 operands and an exact inverse it
   // is wrong by 2e-3 to 2e-2, by the draw. All else keeps the bounds.
   for (Case& c : all) {
@@ -50,6 +70,7 @@ std::vector<Case> cases() {
     const bool rk = rule == Rule::kRk2 || rule == Rule::kRk4;
     all.push_back({std::string("Rule") + name, 1, 300, 2, 2, 128, 128, rule, false, true});
     all.push_back({std::string("Narrow") + name, 2, 150, 2, 2, 64, 64, rule, false, true});
+    all.push_back({std::string("Padded") + name, 2, 150, 2, 2, 88, 72, rule, false, true});
     if (!rk) {
       all.push_back({std::string("Decay") + name, 1, 300, 2, 2, 128, 128, rule, true, true});
       all.push_back({std::string("NarrowDecay") + name, 1, 300, 2, 2, 64, 64, rule, true, true});
@@ -81,6 +102,10 @@ void check(const Case& c, const sm90::ScanPlan& plan, double tolerance) {
   EXPECT_LE(relative_rms(final_state.host(), expected.final_state), tolerance) << "final state";
 }
 
+sm90::ScanPlan whole(const Case& c) { return {sm90::padded_dim(c.value_dim), 0, 0}; }
+
+int square_dim(const Case& c) { return sm90::padded_dim(std::max(c.key_dim, c.value_dim)); }
+
 sm90::ScanPlan split(const Case& c, int value_tile, int64_t part_tokens) {
   const bool packed = !c.cu_seqlens.empty();
   const int64_t per = (c.tokens + part_tokens - 1) / part_tokens;
@@ -96,22 +121,17 @@ bool is_hopper() {
 
 using Scan = DeltaRule;
 
-TEST_P(Scan, WholeBFloat16) {
-  check<__nv_bfloat16>(GetParam(), {static_cast<int>(GetParam().value_dim), 0, 0}, 4e-3);
-}
-TEST_P(Scan, WholeHalf) {
-  check<__half>(GetParam(), {static_cast<int>(GetParam().value_dim), 0, 0}, 2e-3);
-}
+TEST_P(Scan, WholeBFloat16) { check<__nv_bfloat16>(GetParam(), whole(GetParam()), 4e-3); }
+TEST_P(Scan, WholeHalf) { check<__half>(GetParam(), whole(GetParam()), 2e-3); }
 TEST_P(Scan, NarrowTilesBFloat16) { check<__nv_bfloat16>(GetParam(), {64, 0, 0}, 4e-3); }
 TEST_P(Scan, PartsOfOneChunkBFloat16) {
   check<__nv_bfloat16>(GetParam(), split(GetParam(), 64, 64), 4e-3);
 }
 TEST_P(Scan, PartsBFloat16) {
-  check<__nv_bfloat16>(GetParam(), split(GetParam(), static_cast<int>(GetParam().value_dim), 128),
-                       4e-3);
+  check<__nv_bfloat16>(GetParam(), split(GetParam(), square_dim(GetParam()), 128), 4e-3);
 }
 TEST_P(Scan, PartsHalf) {
-  check<__half>(GetParam(), split(GetParam(), static_cast<int>(GetParam().value_dim), 128), 2e-3);
+  check<__half>(GetParam(), split(GetParam(), square_dim(GetParam()), 128), 2e-3);
 }
 
 TEST_P(Scan, GradientsBFloat16) { check_backward<__nv_bfloat16>(GetParam(), 6e-3, Family::kAuto); }
@@ -125,7 +145,7 @@ class SplitBackward : public DeltaRule {};
 
 template <typename T>
 void check_split_backward(const Case& c, int64_t part_tokens, double tolerance, bool kept = false) {
-  const sm90::ScanPlan plan = split(c, static_cast<int>(c.value_dim), part_tokens);
+  const sm90::ScanPlan plan = split(c, square_dim(c), part_tokens);
   check_backward<T>(c, tolerance, Family::kAuto, &plan, kept);
 }
 
@@ -157,6 +177,9 @@ std::vector<Case> long_cases() {
       {"PackedGroupedDecay", 1, 4510, 1, 2, 128, 128, Rule::kExact, true, false, false, packed},
       {"OddNarrow", 1, 5999, 1, 1, 64, 64, Rule::kExact, false, true},
       {"PackedGroupedDecayNarrow", 1, 4510, 1, 2, 64, 64, Rule::kExact, true, false, true, packed},
+      {"Head96", 1, 2200, 1, 2, 96, 96},
+      {"Head40x104Packed", 1, 4510, 1, 1, 40, 104, Rule::kExact, true, true, true, packed},
+      {"Head104x24", 1, 2300, 1, 1, 104, 24, Rule::kLinear, true},
   };
 }
 
@@ -183,23 +206,36 @@ TEST_P(LongBackward, GradientsHalf) { check_backward<__half>(GetParam(), 3e-3, F
 INSTANTIATE_TEST_SUITE_P(Cases, LongBackward, testing::ValuesIn(long_cases()),
                          [](const auto& info) { return info.param.name; });
 
-TEST(Backward, AppliesToItsHeadSizes) {
+TEST(Dispatch, HeadSizesOfBothFamilies) {
   if (!is_hopper()) GTEST_SKIP() << "not a device of compute capability 9.0";
-  const auto applies = [](int64_t key_dim, int64_t value_dim, DType dtype) {
-    efla::cuda::Setup<__half> s;
-    make({"", 1, 70, 1, 1, key_dim, value_dim}, s);
-    BackwardParams params;
-    params.problem = s.problem;
-    params.problem.dtype = dtype;
-    return sm90::backward_applies(params);
-  };
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    EXPECT_TRUE(applies(64, 64, dtype));
-    EXPECT_TRUE(applies(128, 128, dtype));
-    EXPECT_FALSE(applies(64, 128, dtype));
-    EXPECT_FALSE(applies(96, 96, dtype));
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    const auto expect = [&](int64_t key_dim, int64_t value_dim, bool hopper) {
+      SCOPED_TRACE(testing::Message() << key_dim << "x" << value_dim);
+      efla::cuda::Setup<__half> s;
+      make({"", 1, 70, 1, 1, key_dim, value_dim}, s);
+      BackwardParams backward;
+      backward.problem = s.problem;
+      backward.problem.dtype = dtype;
+      EXPECT_EQ(sm90::backward_applies(backward), hopper);
+      ForwardParams forward;
+      forward.problem = backward.problem;
+      const View& v = s.problem.v;
+      forward.o = {s.dv->data(), v.batch, v.token, v.head};
+      EXPECT_EQ(sm90::scan_applies(forward), hopper);
+      // Whole sequences need no workspace there.
+      EXPECT_EQ(chunk_forward_workspace(forward) == 0, hopper);
+      EXPECT_GT(chunk_forward_workspace(forward, Family::kPortable), 0);
+    };
+    const bool sixteen_bits = dtype != DType::kFloat32;
+    for (const int64_t dim : {8, 32, 64, 72, 96, 128}) expect(dim, dim, sixteen_bits);
+    expect(64, 128, sixteen_bits);
+    expect(104, 40, sixteen_bits);
+    expect(60, 64, false);
+    expect(64, 100, false);
+    expect(136, 128, false);
+    expect(128, 136, false);
+    expect(1, 1, false);
   }
-  EXPECT_FALSE(applies(64, 64, DType::kFloat32));
 }
 
 }  // namespace

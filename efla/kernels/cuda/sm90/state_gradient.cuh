@@ -43,7 +43,9 @@ struct ValueGradients {
 
   // Reads v, long ahead of its use: it comes from far.
   __device__ __forceinline__ void read(uint4 (&value)[kC / 16]) const {
-    const T* v = element<T>(a.v, p.row, begin + thread / 8, p.hv) + column + thread % 8 * 8;
+    // Beyond V dR is zero: any v will do there.
+    const int c = min(column + thread % 8 * 8, a.value_dim - 8);
+    const T* v = element<T>(a.v, p.row, begin + thread / 8, p.hv) + c;
 #pragma unroll
     for (int i = 0; i < kC / 16; ++i, v += 16 * a.v.token) {
       value[i] = make_uint4(0, 0, 0, 0);
@@ -74,7 +76,9 @@ struct ValueGradients {
         const float2 pair = unpack<T>(g[j]);
         x[j] = pack<T>(w * pair.x, w * pair.y);
       }
-      if (row(i) < tokens) *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
+      if (row(i) < tokens && column + thread % 8 * 8 < a.value_dim) {
+        *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
+      }
     }
   }
 };
@@ -91,15 +95,14 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   const int column = 64 * group;
   const int part = warp * 2 + lane / 8 % 2;
   const uint32_t lane_offset = (lane / 16 * 8 + lane % 8) * 128 + ((part ^ (lane % 8)) << 4);
-  const int64_t state_size = int64_t{kDim} * kDim;
-  const int64_t part_offset = (p.part * a.value_heads + p.hv) * state_size;
+  const int64_t state_size = int64_t{a.key_dim} * a.value_dim;
+  const int64_t part_offset = (p.part * a.value_heads + p.hv) * kDim * kDim;
 
   float state[kDim / 2] = {};
   const bool whole = args.part_tokens == 0 || (kAdvance && p.last);
-  const float* from = whole ? a.grad_final_state : kAdvance ? nullptr : args.part_states;
-  if (from) {
+  if (const float* from = whole ? a.grad_final_state : kAdvance ? nullptr : args.part_states) {
     from += whole ? (p.sequence * a.value_heads + p.hv) * state_size : part_offset;
-    visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { x = from[i]; });
+    load_state<kDim>(state, from, whole ? a.key_dim : kDim, whole ? a.value_dim : kDim, column);
   }
   Ring<Shared::kStages> ring;
   Ring<Shared::kOthers> others;
@@ -231,12 +234,14 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     others.advance();
   }
   float* to = nullptr;
+  int keys = kDim, values = kDim;
   if constexpr (kAdvance) {
     to = args.part_results + part_offset;
   } else if (a.grad_initial_state && p.first) {
     to = a.grad_initial_state + (p.sequence * a.value_heads + p.hv) * state_size;
+    keys = a.key_dim, values = a.value_dim;
   }
-  if (to) visit_state<kDim>(state, kDim, column, [&](int64_t i, float& x) { to[i] = x; });
+  if (to) store_state<kDim>(state, to, keys, values, column);
 }
 
 }  // namespace efla::cuda::sm90

@@ -281,6 +281,7 @@ struct TokenGradients {
       const int64_t row = base + row_of(h) * view.token;
 #pragma unroll
       for (int n = h; n < kDim / 4; n += 2) {
+        if (n / 2 * 8 >= a.key_dim) break;
         const int64_t at = row + n / 2 * 8;
         if (grouped) {
           *reinterpret_cast<float2*>(static_cast<float*>(view.data) + at) =
