@@ -15,7 +15,10 @@ cudaError_t launch_walk_back(const BackwardMaps& maps, const ScanArgs& args, int
   const int64_t blocks = walks * args.common.value_heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  auto* kernel = backward_kernel<T, kDim, kErase, kDecay, kAdvance>;
+  const ChunkArgs& a = args.common;
+  const bool padded = kAdvance || a.key_dim < kDim || a.value_dim < kDim;
+  auto* kernel = padded ? backward_kernel<T, kDim, true, kErase, kDecay, kAdvance>
+                        : backward_kernel<T, kDim, kAdvance, kErase, kDecay, kAdvance>;
   if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
     return e;
   }

@@ -101,8 +101,9 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
 template <int kDim, bool kAdvance>
 inline constexpr int kBackwardThreads = (kDim / 64 + (kAdvance ? 1 : 2)) * kWarpgroup;
 
-// One block per (sequence or part of one, value head).
-template <typename T, int kDim, bool kErase, bool kDecay, bool kAdvance>
+// One block per (sequence or part of one, value head). kPadded: K or V is smaller than kDim; the
+// comparisons that this takes would cost the others a tenth of their time.
+template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay, bool kAdvance>
 __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
     backward_kernel(const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ ScanArgs args) {
@@ -121,13 +122,13 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
   constexpr bool kTrade = kDim == 128;  // registers; for 64 all have enough from the start
   if (group < Shared::kTiles) {
     if constexpr (kTrade) take_registers<kAdvance ? 208 : 160>();
-    walk_back<T, kErase, kDecay>(args, s, p);
+    walk_back<T, kPadded, kErase, kDecay>(args, s, p);
     return;
   }
   if constexpr (!kAdvance) {
     if (group == Shared::kTiles) {
       if constexpr (kTrade) take_registers<144>();
-      walk_tokens<T, kDim, kErase, kDecay>(maps, args.common, s, p);
+      walk_tokens<T, kDim, kPadded, kErase, kDecay>(maps, args.common, s, p);
       return;
     }
   }

@@ -232,8 +232,9 @@ __device__ __forceinline__ int state_column(int column) {
 }
 
 // Visits a thread's part of a float state [key_dim, value_dim] in global memory: `visit(element,
-// x)`. Sizes are multiples of 8: a warp has its groups of 8 whole or not at all.
-template <int kK, typename Element, typename Visit>
+// x)`. Sizes are multiples of 8: a warp has its groups of 8 whole or not at all. Without kPadded
+// both are kK.
+template <int kK, bool kPadded, typename Element, typename Visit>
 __device__ __forceinline__ void visit_state(float (&state)[kK / 2], Element* data, int key_dim,
                                             int value_dim, int column, Visit visit) {
   const int v = state_column(column);
@@ -248,22 +249,24 @@ __device__ __forceinline__ void visit_state(float (&state)[kK / 2], Element* dat
       }
     }
   };
-  if (key_dim == kK && value_dim == kK) {
+  if (!kPadded || (key_dim == kK && value_dim == kK)) {
     __builtin_assume(v + 8 < kK);
     run(kK, kK);  // without a comparison, at constant addresses
   } else {
     run(key_dim, value_dim);
   }
 }
-template <int kK>
+template <int kK, bool kPadded = true>
 __device__ __forceinline__ void load_state(float (&state)[kK / 2], const float* data, int key_dim,
                                            int value_dim, int column) {
-  visit_state<kK>(state, data, key_dim, value_dim, column, [](float y, float& x) { x = y; });
+  visit_state<kK, kPadded>(state, data, key_dim, value_dim, column,
+                           [](float y, float& x) { x = y; });
 }
-template <int kK>
+template <int kK, bool kPadded = true>
 __device__ __forceinline__ void store_state(float (&state)[kK / 2], float* data, int key_dim,
                                             int value_dim, int column) {
-  visit_state<kK>(state, data, key_dim, value_dim, column, [](float& y, float x) { y = x; });
+  visit_state<kK, kPadded>(state, data, key_dim, value_dim, column,
+                           [](float& y, float x) { y = x; });
 }
 
 // S^T K^T (or with q in k's place, S^T Q^T) of one warpgroup.

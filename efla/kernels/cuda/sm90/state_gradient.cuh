@@ -30,7 +30,7 @@ __device__ __forceinline__ void clear_slack(Shared& s, int tokens) {
 }
 
 // dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, 16 rows at a time.
-template <typename T>
+template <typename T, bool kPadded>
 struct ValueGradients {
   const ChunkArgs& a;
   const Place& p;
@@ -44,7 +44,8 @@ struct ValueGradients {
   // Reads v, long ahead of its use: it comes from far.
   __device__ __forceinline__ void read(uint4 (&value)[kC / 16]) const {
     // Beyond V dR is zero: any v will do there.
-    const int c = min(column + thread % 8 * 8, a.value_dim - 8);
+    int c = column + thread % 8 * 8;
+    if constexpr (kPadded) c = min(c, a.value_dim - 8);
     const T* v = element<T>(a.v, p.row, begin + thread / 8, p.hv) + c;
 #pragma unroll
     for (int i = 0; i < kC / 16; ++i, v += 16 * a.v.token) {
@@ -76,14 +77,14 @@ struct ValueGradients {
         const float2 pair = unpack<T>(g[j]);
         x[j] = pack<T>(w * pair.x, w * pair.y);
       }
-      if (row(i) < tokens && column + thread % 8 * 8 < a.value_dim) {
+      if (row(i) < tokens && (!kPadded || column + thread % 8 * 8 < a.value_dim)) {
         *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
   }
 };
 
-template <typename T, bool kErase, bool kDecay, int kDim, bool kAdvance>
+template <typename T, bool kPadded, bool kErase, bool kDecay, int kDim, bool kAdvance>
 __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<kDim, kAdvance>& s,
                                           const Place& p) {
   using Shared = BackwardShared<kDim, kAdvance>;
@@ -102,7 +103,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   const bool whole = args.part_tokens == 0 || (kAdvance && p.last);
   if (const float* from = whole ? a.grad_final_state : kAdvance ? nullptr : args.part_states) {
     from += whole ? (p.sequence * a.value_heads + p.hv) * state_size : part_offset;
-    load_state<kDim>(state, from, whole ? a.key_dim : kDim, whole ? a.value_dim : kDim, column);
+    load_state<kDim, kPadded>(state, from, whole ? a.key_dim : kDim, whole ? a.value_dim : kDim,
+                              column);
   }
   Ring<Shared::kStages> ring;
   Ring<Shared::kOthers> others;
@@ -164,7 +166,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       pin(u);
     }
     const int chunk = reversed(chunks, step);
-    const ValueGradients<T> values{
+    const ValueGradients<T, kPadded> values{
         a, p, thread, column, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk)};
     uint4 value[kC / 16];
     uint32_t r[4][4];
@@ -241,7 +243,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     to = a.grad_initial_state + (p.sequence * a.value_heads + p.hv) * state_size;
     keys = a.key_dim, values = a.value_dim;
   }
-  if (to) store_state<kDim>(state, to, keys, values, column);
+  if (to) store_state<kDim, kPadded>(state, to, keys, values, column);
 }
 
 }  // namespace efla::cuda::sm90

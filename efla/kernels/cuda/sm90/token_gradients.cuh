@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
   return *reinterpret_cast<const uint32_t*>(&sum);
 }
 
-template <typename T, int kDim, bool kErase, bool kDecay>
+template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay>
 struct TokenGradients {
   static constexpr int kTiles = kDim / 64, kKept = GradientShared<kDim>::kKept;
   const BackwardMaps& maps;
@@ -281,7 +281,7 @@ struct TokenGradients {
       const int64_t row = base + row_of(h) * view.token;
 #pragma unroll
       for (int n = h; n < kDim / 4; n += 2) {
-        if (n / 2 * 8 >= a.key_dim) break;
+        if (kPadded && n / 2 * 8 >= a.key_dim) break;
         const int64_t at = row + n / 2 * 8;
         if (grouped) {
           *reinterpret_cast<float2*>(static_cast<float*>(view.data) + at) =
@@ -432,10 +432,10 @@ struct TokenGradients {
   }
 };
 
-template <typename T, int kDim, bool kErase, bool kDecay>
+template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay>
 __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const ChunkArgs& a,
                                             GradientShared<kDim>& s, const Place& p) {
-  using Gradients = TokenGradients<T, kDim, kErase, kDecay>;
+  using Gradients = TokenGradients<T, kDim, kPadded, kErase, kDecay>;
   constexpr int kKept = GradientShared<kDim>::kKept;
   static_assert(GradientShared<kDim>::kStages == 2);
   int thread = threadIdx.x % kWarpgroup;
