@@ -287,10 +287,10 @@ class Bench:
         return error
 
     def compile(self, shapes):
-        """Seconds of the peers' first calls on these shapes (B, T, H, D); nothing else."""
-        for shape in shapes:
-            x = make_inputs(*shape)
-            names = dict(zip(("batch", "tokens", "heads", "dim"), shape), dtype="bfloat16")
+        """Seconds of the peers' first calls on these shapes (B, T, H, D, dtype); nothing else."""
+        for *shape, dtype in shapes:
+            x = make_inputs(*shape, dtype=getattr(torch, dtype))
+            names = dict(zip(("batch", "tokens", "heads", "dim"), shape), dtype=dtype)
             for c in self.peers:
                 if c.takes(x):
                     continue
@@ -377,7 +377,7 @@ def main():
     parser.add_argument("--rows", default="", help="operator rows by number, e.g. 0,1,4")
     parser.add_argument("--peer-heads", default="", help="head counts on which peers run, e.g. 32")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
-    parser.add_argument("--compile", default="", help="only compile: BxTxHxD, comma-separated")
+    parser.add_argument("--compile", default="", help="only compile: BxTxHxD[xdtype], comma-separated")
     parser.add_argument("--first-calls", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -396,7 +396,8 @@ def main():
         f"copy: {bandwidth:.4g} bytes/s"
     )
     if arguments.compile:
-        bench.compile([tuple(map(int, t.split("x"))) for t in arguments.compile.split(",")])
+        shapes = [(*t.split("x"), "bfloat16")[:5] for t in arguments.compile.split(",")]
+        bench.compile([(*map(int, t[:4]), t[4]) for t in shapes])
         return bench.file.close()
     heads = {int(h) for h in arguments.peer_heads.split(",") if h}
     tables = {
