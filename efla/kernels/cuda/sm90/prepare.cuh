@@ -21,20 +21,25 @@ struct alignas(16) DiagonalBlock {
   float padding[4];
 };
 
+// Factors of a chunk's rows and columns for L_hat and P_hat.
+struct RowFactors {
+  float query_scale[kC];   // of row t of P_hat
+  float column_scale[kC];  // k_hat / k
+  // With decay, of which D_ti = exp(G_t - G_i) is made as in GateFactors:
+  float gate[kC];                   // log gates summed from the first token of 16 up to this one
+  float query_head[kC];             // query_scale, and the decay from before these 16 to this token
+  float column_tail[kC];            // column_scale, and the decay from this token to the last of 16
+  alignas(16) float block_gate[4];  // decay over all 16
+};
+
 // Operands of products are half whatever T is: as precise as TF32. Its range is enough for all
 // steps under which the recurrence itself is stable, for then no element of A_hat is above 2.
 struct PrepareScratch {
   DiagonalBlock diagonal[kC / 8];
   alignas(16) __half lower[kC][kPitch];    // L_hat below these
   alignas(16) __half inverse[kC][kPitch];  // A_hat but for its last block of 32
-  float query_scale[kC];                   // of row t of P_hat
-  float column_scale[kC];                  // k_hat / k
-  // With decay, of which D_ti = exp(G_t - G_i) is made as in GateFactors:
-  float gate[kC];                   // log gates summed from the first token of 16 up to this one
-  float query_head[kC];             // query_scale, and the decay from before these 16 to this token
-  float column_tail[kC];            // column_scale, and the decay from this token to the last of 16
-  alignas(16) float block_gate[4];  // decay over all 16
-  float beta[2][kC], log_decay[2][kC];  // of this chunk and the next
+  RowFactors factors[2];                   // of this chunk and the next, or the one before
+  float beta[2][kC], log_decay[2][kC];     // of this chunk and the next
 };
 
 __device__ __forceinline__ void sync_prepare() { sync_threads(kPrepareBarrier, kWarpgroup); }
@@ -251,9 +256,9 @@ __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, 
   return {c.log_gate, c.erase * norm * key_scale, c.write * norm};
 }
 
-// Starts d = X K^T for tiles x and k of the chunk.
-template <typename T, int kK>
-__device__ __forceinline__ void multiply_keys(float (&d)[32], const unsigned char* x,
+// Starts d = X K^T for tiles x and k of the chunk, for kColumns of k's rows.
+template <typename T, int kK, int kColumns = kC>
+__device__ __forceinline__ void multiply_keys(float (&d)[kColumns / 2], const unsigned char* x,
                                               const unsigned char* k) {
   fence_products();
 #pragma unroll
@@ -337,6 +342,7 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
                                                    int j, int tokens, int thread) {
   const int lane = thread % 32, row = own_row(thread);
   const bool writes = lane % 2 == 0;
+  RowFactors& f = s.factors[j];
   HatCoefficients c;
   float key_out, head = 1.f, tail = 1.f, query = a.scale;
   if (kScores && a.qk_l2norm) query *= own_query_norm<T>(q, kK / 64, row, lane % 2);
@@ -351,8 +357,8 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
     }
     key_out = square > 0.f ? rsqrtf(square) : a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
     if (writes) {
-      s.column_scale[row] = key_out;
-      if constexpr (kScores) s.query_scale[row] = query;
+      f.column_scale[row] = key_out;
+      if constexpr (kScores) f.query_scale[row] = query;
     }
     if constexpr (kDecay) {  // inclusive sums over the warp's 16 tokens
 #pragma unroll
@@ -365,11 +371,11 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
       head = expf(c.log_gate);
       tail = expf(__shfl_sync(0xffffffffu, c.log_gate, 31) - c.log_gate);
       if (writes) {
-        s.gate[row] = c.log_gate;
-        s.column_tail[row] = key_out * tail;
-        if constexpr (kScores) s.query_head[row] = query * head;
+        f.gate[row] = c.log_gate;
+        f.column_tail[row] = key_out * tail;
+        if constexpr (kScores) f.query_head[row] = query * head;
       }
-      if (lane == 31) s.block_gate[thread / 32] = head;
+      if (lane == 31) f.block_gate[thread / 32] = head;
     }
     // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
     const bool overflows = square > FLT_MAX;
@@ -388,7 +394,7 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
   if constexpr (kDecay) {
     share_rows(rows.head, c.erase * head, thread);
     share_rows(rows.gate, c.log_gate, thread);
-    const GateFactors factors(s.block_gate);
+    const GateFactors factors(f.block_gate);
     before = factors.between(-1, thread / 32) * head;
     behind = factors.between(thread / 32, 4) * tail;
     gate = factors.between(-1, 4);
@@ -405,14 +411,15 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
 
 // L_hat from K K^T, row factor times column factor times D_ti.
 template <bool kDecay>
-__device__ __forceinline__ void store_lower(PrepareScratch& s, const RowScalars& rows,
-                                            const float (&kk)[32], int thread) {
+__device__ __forceinline__ void store_lower(PrepareScratch& s, const RowFactors& f,
+                                            const RowScalars& rows, const float (&kk)[32],
+                                            int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, t4 = lane % 4 * 2;
   const auto store = [&](int j, int h, float x, float y) {
     *reinterpret_cast<uint32_t*>(&s.lower[16 * warp + 8 * h + r][8 * j + t4]) = half_pair(x, y);
   };
-  const GateFactors gates = kDecay ? GateFactors(s.block_gate) : GateFactors();
+  const GateFactors gates = kDecay ? GateFactors(f.block_gate) : GateFactors();
   // Columns of the 16-token blocks before this warp's own. Factors are read ahead of the writes:
   // the compiler cannot tell that they do not overlap.
 #pragma unroll
@@ -422,7 +429,7 @@ __device__ __forceinline__ void store_lower(PrepareScratch& s, const RowScalars&
     float2 column[4];
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      column[i] = float_pair(kDecay ? s.column_tail : s.column_scale, 8 * (j1 + i) + t4);
+      column[i] = float_pair(kDecay ? f.column_tail : f.column_scale, 8 * (j1 + i) + t4);
     }
 #pragma unroll
     for (int i = 0; i < count; i += 2) {
@@ -444,8 +451,8 @@ __device__ __forceinline__ void store_lower(PrepareScratch& s, const RowScalars&
     float2 column[2], gate[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      column[i] = float_pair(s.column_scale, 16 * w + 8 * i + t4);
-      if constexpr (kDecay) gate[i] = float_pair(s.gate, 16 * w + 8 * i + t4);
+      column[i] = float_pair(f.column_scale, 16 * w + 8 * i + t4);
+      if constexpr (kDecay) gate[i] = float_pair(f.gate, 16 * w + 8 * i + t4);
     }
 #pragma unroll
     for (int n = 0; n < 3; ++n) {
@@ -465,68 +472,50 @@ __device__ __forceinline__ void store_lower(PrepareScratch& s, const RowScalars&
   }
 }
 
-// P_hat transposed from kq = K Q^T: rows are keys. So the warp with the most of L_hat has the least
-// of this.
-template <typename T, bool kDecay>
-__device__ __forceinline__ void store_scores(const PrepareScratch& s, const float (&kq)[32],
-                                             unsigned char* scores, int thread) {
+// P_hat transposed from kq = K Q^T: rows are keys, columns those of kColumns / 16 blocks of 16
+// queries from `first` on. What lies below its diagonal is zero already.
+template <typename T, bool kDecay, int kColumns>
+__device__ __forceinline__ void store_scores(const RowFactors& f, const float (&kq)[kColumns / 2],
+                                             unsigned char* scores, int first, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4, t4 = lane % 4 * 2;
-  const int offset = tile_offset(row, t4);
-  const auto store = [&](int j, int h, float x, float y) {
-    *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) = pack<T>(x, y);
-  };
-  const float scale[2] = {s.column_scale[row], s.column_scale[row + 8]};
-  const GateFactors gates = kDecay ? GateFactors(s.block_gate) : GateFactors();
-  float tail[2] = {};
-  if constexpr (kDecay) tail[0] = s.column_tail[row], tail[1] = s.column_tail[row + 8];
+  const int offset = tile_offset(row, t4) ^ first << 5;
+  if (first + kColumns / 16 <= warp) return;
+  const float scale[2] = {f.column_scale[row], f.column_scale[row + 8]};
+  const GateFactors gates = kDecay ? GateFactors(f.block_gate) : GateFactors();
+  float tail[2] = {}, own[2] = {};
+  if constexpr (kDecay) {
+    tail[0] = f.column_tail[row], tail[1] = f.column_tail[row + 8];
+    own[0] = f.gate[row], own[1] = f.gate[row + 8];
+  }
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {  // columns of this warp's own 16 tokens
-    if (warp != w) continue;
-    float2 query[2], gate[2];
-    float own[2] = {};
-    if constexpr (kDecay) own[0] = s.gate[row], own[1] = s.gate[row + 8];
+  for (int b = 0; b < kColumns / 16; ++b) {
+    const int block = first + b;
+    if (block < warp) continue;
+    const bool same = block == warp;
+    float2 query[2], gate[2];  // read ahead of the writes, as above
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      query[i] = float_pair(s.query_scale, 16 * w + 8 * i + t4);
-      if constexpr (kDecay) gate[i] = float_pair(s.gate, 16 * w + 8 * i + t4);
+      const int c = 16 * block + 8 * i + t4;
+      query[i] = float_pair(kDecay && !same ? f.query_head : f.query_scale, c);
+      if (kDecay && same) gate[i] = float_pair(f.gate, c);
     }
+    const float between = kDecay ? gates.between(warp, block) : 1.f;
 #pragma unroll
-    for (int n = 0; n < 3; ++n) {  // below it there are zeros already
-      const int i = (n + 1) / 2, h = n / 2, j = 2 * w + i;
-      float x = scale[h] * query[i].x * kq[4 * j + 2 * h];
-      float y = scale[h] * query[i].y * kq[4 * j + 2 * h + 1];
-      if constexpr (kDecay) {
+    for (int n = 0; n < 4; ++n) {
+      const int i = n / 2, h = n % 2, j = 2 * b + i;
+      if (same && i < h) continue;
+      const float factor = kDecay && !same ? tail[h] * between : scale[h];
+      float x = factor * query[i].x * kq[4 * j + 2 * h];
+      float y = factor * query[i].y * kq[4 * j + 2 * h + 1];
+      if (kDecay && same) {
         x *= __expf(gate[i].x - own[h]), y *= __expf(gate[i].y - own[h]);
       }
-      if (i == h) {
+      if (same && i == h) {
         if (t4 < lane / 4) x = 0.f;
         if (t4 + 1 < lane / 4) y = 0.f;
       }
-      store(j, h, x, y);
-    }
-  }
-#pragma unroll
-  for (int j1 = 2; j1 < 8; j1 += j1) {  // of the blocks behind it
-    if (j1 + j1 <= 2 * warp + 2) continue;
-    const int count = j1;
-    float2 query[4];
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      query[i] = float_pair(kDecay ? s.query_head : s.query_scale, 8 * (j1 + i) + t4);
-    }
-#pragma unroll
-    for (int i = 0; i < count; i += 2) {
-      const int block = (j1 + i) / 2;
-      if (block <= warp) continue;
-      const float between = kDecay ? gates.between(warp, block) : 1.f;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int j = j1 + i + n / 2, h = n % 2;
-        const float factor = kDecay ? tail[h] * between : scale[h];
-        store(j, h, factor * query[i + n / 2].x * kq[4 * j + 2 * h],
-              factor * query[i + n / 2].y * kq[4 * j + 2 * h + 1]);
-      }
+      *reinterpret_cast<uint32_t*>(scores + ((offset ^ (j << 4)) + h * 1024)) = pack<T>(x, y);
     }
   }
 }

@@ -240,6 +240,7 @@ __device__ __forceinline__ void wait_products() {
 #define EFLA_D16(i) EFLA_D4(i), EFLA_D4(i + 4), EFLA_D4(i + 8), EFLA_D4(i + 12)
 #define EFLA_D32 EFLA_D16(0), EFLA_D16(16)
 #define EFLA_D64 EFLA_D32, EFLA_D16(32), EFLA_D16(48)
+#define EFLA_LIST16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define EFLA_LIST32                                                                            \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -260,6 +261,12 @@ __device__ __forceinline__ void wait_products() {
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned."           \
       "m64n128k16.f32." TYPE "." TYPE " {" EFLA_LIST64 "}, %64, %65, p, 1, 1, 0, 1;\n}\n" \
       : EFLA_D64                                                                          \
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+#define EFLA_WGMMA_SS_NARROW(TYPE)                                                       \
+  asm volatile(                                                                          \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\nwgmma.mma_async.sync.aligned."          \
+      "m64n32k16.f32." TYPE "." TYPE " {" EFLA_LIST16 "}, %16, %17, p, 1, 1, 0, 0;\n}\n" \
+      : EFLA_D16(0)                                                                      \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
 #define EFLA_WGMMA_SS(TYPE, TRANSPOSE)                                                      \
   asm volatile(                                                                             \
@@ -316,6 +323,17 @@ __device__ __forceinline__ void product_shared(float (&d)[32], uint64_t a, uint6
     EFLA_WGMMA_SS("bf16", "0");
   } else {
     EFLA_WGMMA_SS("f16", "0");
+  }
+}
+
+// N = 32, likewise.
+template <typename T>
+__device__ __forceinline__ void product_shared(float (&d)[16], uint64_t a, uint64_t b,
+                                               bool accumulate) {
+  if constexpr (kIsBfloat16<T>) {
+    EFLA_WGMMA_SS_NARROW("bf16");
+  } else {
+    EFLA_WGMMA_SS_NARROW("f16");
   }
 }
 

@@ -25,7 +25,7 @@ __device__ __forceinline__ void clear_rows(Tiles& tiles, int tokens, int thread)
 template <typename T, int kK, bool kErase, bool kDecay, typename Shared>
 __device__ __forceinline__ void prepare(const ChunkArgs& a, Shared& s, const Place& p,
                                         bool values) {
-  constexpr bool kAlone = Shared::kAlone;
+  constexpr bool kAlone = Shared::kAlone, kMakesScores = Shared::template kMakesScores<kDecay>;
   int thread = threadIdx.x % kWarpgroup;
   // Above the diagonal the triangles stay zero.
   for (int i = thread; i < static_cast<int>(sizeof(s.scratch.inverse)) / 16; i += kWarpgroup) {
@@ -85,23 +85,24 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, Shared& s, const Pla
     const unsigned char* q = s.q[Shared::kScores ? i : 0][0];
     const RowScalars rows = make_scalars<T, kK, kDecay, Shared::kScores>(
         a, s.scratch, kk, k, q, s.scalars[square], j, tokens, thread);
+    if constexpr (Shared::kScores && !kMakesScores) s.scalars_ready[j].arrive();
     float kq[32];
-    if constexpr (Shared::kScores && !kAlone) multiply_keys<T, kK>(kq, k, q);
+    if constexpr (kMakesScores && !kAlone) multiply_keys<T, kK>(kq, k, q);
     // For the warps with the least of L_hat.
     read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
-    if constexpr (kErase) store_lower<kDecay>(s.scratch, rows, kk, thread);
+    if constexpr (kErase) store_lower<kDecay>(s.scratch, s.scratch.factors[j], rows, kk, thread);
     if constexpr (kAlone) {
       if (a.scores) {
         multiply_keys<T, kK>(kq, k, q);
         wait_products<0>();
         pin(kq);
-        store_scores<T, kDecay>(s.scratch, kq, s.scores[square], thread);
+        store_scores<T, kDecay, kC>(s.scratch.factors[j], kq, s.scores[square], 0, thread);
       }
       arrive_warp(s.keys_free[i]);
-    } else if constexpr (Shared::kScores) {
+    } else if constexpr (kMakesScores) {
       wait_products<0>();
       pin(kq);
-      store_scores<T, kDecay>(s.scratch, kq, s.scores[square], thread);
+      store_scores<T, kDecay, kC>(s.scratch.factors[j], kq, s.scores[square], 0, thread);
     }
     ring.advance();
     wait_copies<0>();  // the next chunk's tokens are there behind the barrier
@@ -300,12 +301,15 @@ __device__ __forceinline__ void make_r(uint32_t (&packed)[4][4], const float (&r
   }
 }
 
+inline constexpr int kScoresBarrier = 7;  // all have stored their columns of P_hat^T
+
 // A warpgroup with 64 rows of S^T.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                                      ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kOutput = Shared::kOutput, kKeep = Shared::kKeep;
+  constexpr bool kMakesScores = kOutput && !Shared::template kMakesScores<kDecay>;
   const ChunkArgs& a = args.common;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
@@ -391,6 +395,18 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   for (int c = 0; c < chunks; ++c) {
     const int i = ring.index, j = triangles.index, vi = kKeep ? value_ring.index : i;
     const ChunkScalars& scalars = s.scalars[j];
+    if constexpr (kMakesScores) {
+      // This warpgroup's columns of P_hat^T, while the auxiliary one inverts.
+      constexpr int kColumns = kC / Shared::kGroups;
+      float kq[kColumns / 2];
+      s.scalars_ready[j].wait(triangles.round);
+      multiply_keys<T, kK, kColumns>(kq, s.k[i][0], s.q[i][0] + group * kColumns * 128);
+      wait_products<0>();
+      pin(kq);
+      store_scores<T, kDecay, kColumns>(s.scratch.factors[j], kq, s.scores[j],
+                                        group * kColumns / 16, thread);
+      fence_async_proxy();
+    }
     s.ready[j].wait(triangles.round);
     if (!kOutput && args.prepared) s.keys_full[i].wait(ring.round);  // else prepare() has waited
     fence_products();
@@ -458,6 +474,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
     }
     pin(state);
+    if constexpr (kMakesScores) sync_threads(kScoresBarrier, Shared::kGroups * kWarpgroup);
     fence_products();
     const uint64_t columns = describe_columns(s.k[i], kC * 128);
 #pragma unroll
