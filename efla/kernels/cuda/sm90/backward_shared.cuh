@@ -16,6 +16,22 @@ struct BackwardMaps {
 
 using Tile = unsigned char[kC * 128];  // 64 rows of 64 columns
 
+// A power of two per token, as the exponent of a float.
+struct Units {
+  unsigned char exponent[kC];
+
+  __device__ __forceinline__ void set(int t, float unit) {
+    exponent[t] = static_cast<unsigned char>(__float_as_uint(unit) >> 23);
+  }
+  __device__ __forceinline__ float get(int t) const {
+    return __uint_as_float(uint32_t{exponent[t]} << 23);
+  }
+  // 1 / unit: unit_of() leaves that a normal number.
+  __device__ __forceinline__ float inverse(int t) const {
+    return __uint_as_float((254u - exponent[t]) << 23);
+  }
+};
+
 // Per token, from the scalars' warps to the warpgroup of dQ and dK. |k| is that of what the step
 // rule sees (1 for a zero key), r = 1 / |k| of the optional l2 normalisation, else 1.
 struct TokenFactors {
@@ -25,11 +41,13 @@ struct TokenFactors {
   // As in PrepareScratch.
   float gate[kC], head[kC], column_tail[kC];
   alignas(16) float block_gate[4];
-  float query[kC];  // scale, times 1 / |q| of the optional l2 normalisation
-  float key[kC];    // r
-  float z[kC];      // -e Gamma r |k|: of Z in dK
-  float x[kC];      // exp(G_C - G) r / |k|: of X, with decay
-  float y[kC];      // Gamma: of Y in dQ
+  float query[kC];   // scale, times 1 / |q| of the optional l2 normalisation
+  float key[kC];     // r
+  float z[kC];       // -e Gamma r |k|: of Z in dK
+  float x[kC];       // exp(G_C - G) r / |k|: of X, with decay
+  float y[kC];       // Gamma: of Y in dQ
+  Units key_unit;    // what the row of K has been divided by
+  Units query_unit;  // and of Q, in chunks with long rows
 };
 
 // Per token, the other way.
@@ -58,6 +76,7 @@ struct BackwardShared {
   unsigned char u[kKept][kTiles][kRest], grad_r[kKept][kTiles][kRest];
   unsigned char pairs[3][kRest];  // C x C operands of dQ and dK, later dK
   ChunkScalars scalars[kOthers];  // of the forward walk
+  WholeChunk whole[kStages];      // of these, with k and q
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
   float write_dot[kKept][kTiles][kC];  // dR.v by tile of V

@@ -12,7 +12,8 @@ namespace efla::cuda::sm90 {
 
 // The thread that feeds k, q and dO.
 template <typename Shared>
-__device__ __forceinline__ void feed_tokens(const BackwardMaps& maps, Shared& s, const Place& p) {
+__device__ __forceinline__ void feed_tokens(const BackwardMaps& maps, const ChunkArgs& a, Shared& s,
+                                            const Place& p) {
   constexpr int kTile = Shared::kTile, kTiles = Shared::kTiles;
   const int chunks = chunks_of(p), row = static_cast<int>(p.row);
   Ring<Shared::kStages> ring;
@@ -21,11 +22,16 @@ __device__ __forceinline__ void feed_tokens(const BackwardMaps& maps, Shared& s,
     const int i = ring.index, j = others.index;
     const int token = static_cast<int>(p.begin) + reversed(chunks, step) * kC;
     s.tokens_free[i].wait(ring.round ^ 1);
-    s.tokens_full[i].arrive_expecting(2 * kTiles * kTile);
+    constexpr int kWhole = static_cast<int>(sizeof(WholeChunk));
+    s.tokens_full[i].arrive_expecting(2 * kTiles * kTile + kWhole);
     for (int n = 0; n < kTiles; ++n) {
       load_box(s.k[i][n], maps.k, s.tokens_full[i], 64 * n, p.hk, token, row);
       load_box(s.q[i][n], maps.q, s.tokens_full[i], 64 * n, p.hk, token, row);
     }
+    const int64_t place = workspace_place(a, p, reversed(chunks, step));
+    const auto& scalars =
+        *reinterpret_cast<const ChunkScalars*>(a.scalars + place * kScalarRows * kC);
+    load_bytes(&s.whole[i], &scalars.whole, kWhole, s.tokens_full[i]);
     s.grad_o_free[j].wait(others.round ^ 1);
     s.grad_o_full[j].arrive_expecting(kTiles * kTile);
     for (int n = 0; n < kTiles; ++n) {
@@ -133,7 +139,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
     }
   }
   if constexpr (kTrade) give_registers<kAdvance ? 40 : 48>();
-  if (warp == 0 && lane == 0) feed_tokens(maps, s, p);
+  if (warp == 0 && lane == 0) feed_tokens(maps, args.common, s, p);
   if (warp == 1 && lane == 0) feed_kept<kErase>(args.common, s, p);
   if constexpr (!kAdvance) {
     const int token = threadIdx.x % (32 * kScalarWarps);

@@ -102,6 +102,12 @@ __device__ __forceinline__ int chunks_of(const Place& p) {
   return p.sequence < 0 ? 0 : static_cast<int>((p.tokens + kC - 1) / kC);
 }
 
+// Of a whole chunk; also copied without the rest.
+struct alignas(16) WholeChunk {
+  float gate;     // Gamma_C
+  int long_rows;  // whether K or Q has rows that are divided by a power of two
+};
+
 // Row of the per-chunk scalars in shared memory, floats [kC]. Those of ScalarRow, without
 // kChunkGate.
 struct alignas(16) ChunkScalars {
@@ -109,7 +115,7 @@ struct alignas(16) ChunkScalars {
   float write[kC];    // kWrite
   float query[kC];    // kQueryGate
   float key_out[kC];  // kKeyOut
-  float gate;         // Gamma_C
+  WholeChunk whole;
 };
 
 }  // namespace efla::cuda::sm90

@@ -8,6 +8,7 @@
 // already, results to swizzled tiles there.
 #pragma once
 
+#include "efla/flow/long_key.h"
 #include "efla/kernels/cuda/sm90/chunk.cuh"
 
 namespace efla::cuda::sm90 {
@@ -195,6 +196,44 @@ __device__ __forceinline__ float square_of_row(const unsigned char* tiles, int c
   return sum;
 }
 
+// Whether a row of K or Q with that square may be long (long_key.h). Half has no such rows.
+template <typename T>
+__device__ __forceinline__ bool may_be_long(float square) {
+  return kIsBfloat16<T> && square > 0x1p53f;
+}
+
+// Whether rows are shortened at all.
+__device__ __forceinline__ bool shortens_rows(const ChunkArgs& a) {
+  return a.qk_l2norm || is_long_key(a.rule, HUGE_VALF);
+}
+
+// Divides row `row` of the tiles by a power of two, which it returns: 1 but for long rows, by their
+// largest element, so that all who ask find the same. A row with an infinite element becomes NaN.
+template <typename T>
+__device__ __forceinline__ float shorten_row(unsigned char* tiles, int count, int row) {
+  const auto piece = [&](int i) {
+    return reinterpret_cast<uint4*>(tiles + i / 8 * (kC * 128) + row * 128 + i % 8 * 16);
+  };
+  float largest = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < count * 8; ++i) {
+    const uint4 bits = *piece(i);
+    const T* x = reinterpret_cast<const T*>(&bits);
+    for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(static_cast<float>(x[j])));
+  }
+  if (!(largest > 0x1p27f)) return 1.f;
+  const float unit = unit_of(largest), factor = largest <= FLT_MAX ? 1.f / unit : NAN;
+#pragma unroll 1
+  for (int i = 0; i < count * 8; ++i) {
+    uint4 bits = *piece(i);
+    T* x = reinterpret_cast<T*>(&bits);
+    for (int j = 0; j < 8; ++j) x[j] = T(static_cast<float>(x[j]) * factor);
+    *piece(i) = bits;
+  }
+  fence_async_proxy();
+  return unit;
+}
+
 // What a token brings from global memory.
 struct TokenInput {
   float beta, log_decay;
@@ -223,19 +262,20 @@ __device__ __forceinline__ void read_token(const ChunkArgs& a, PrepareScratch& s
   commit_copies();
 }
 
-// A token's scalars for the normalised key: e |k|^2 / |k as stored|, w |k| and the log gate.
+// A token's scalars for the normalised key: e |k|^2 / |k as stored|, w |k| and the log gate. The
+// key has been divided by `unit`, which counts as 1 where it is normalised anyway.
 struct HatCoefficients {
   float log_gate, erase, write;
 };
 
 template <bool kDecay>
 __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, const TokenInput& x,
-                                                            float square) {
+                                                            float square, float unit) {
   const float root = square > 0.f ? rsqrtf(square) : 0.f;
   const float key_scale = a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
   const float lambda = a.qk_l2norm ? square * key_scale * key_scale : square;
-  if (__builtin_expect(
-          (a.rule == Rule::kExact || (kDecay && a.rule == Rule::kExactLog)) && square > 0.f, 1)) {
+  const bool exact_rule = a.rule == Rule::kExact || (kDecay && a.rule == Rule::kExactLog);
+  if (__builtin_expect(exact_rule && square > 0.f && unit == 1.f, 1)) {
     // e |k|^2 = 1 - e^-x without the detour over phi: the chain that matters most.
     if constexpr (!kDecay) {
       const float erased = -expm1f(-x.beta * lambda);
@@ -251,7 +291,7 @@ __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, 
     return {log_gate, -expm1f(-x.beta * rate) * root,
             eta > 0.f ? -expm1f(-eta) * quotient * norm : x.beta * norm};
   }
-  const auto c = step_coefficients(a.rule, x.beta, lambda, kDecay, x.log_decay);
+  const auto c = key_coefficients(a.rule, x.beta, lambda, unit, kDecay, x.log_decay);
   const float norm = square > 0.f ? square * root * key_scale : 1.f;  // |k|; 1 for a zero key
   return {c.log_gate, c.erase * norm * key_scale, c.write * norm};
 }
@@ -324,36 +364,44 @@ __device__ __forceinline__ void share_rows(float (&both)[2], float own, int thre
   both[1] = __shfl_sync(0xffffffffu, own, thread % 32 / 4 * 4 + 2);
 }
 
-// 1 / |q| of own_row(), as the optional l2 normalisation has it: half a row each.
+// |q|^2 of own_row(): half a row each.
 template <typename T>
-__device__ __forceinline__ float own_query_norm(const unsigned char* q, int count, int row,
-                                                int half) {
+__device__ __forceinline__ float own_query_square(const unsigned char* q, int count, int row,
+                                                  int half) {
   float sum = 0.f;
 #pragma unroll 2
   for (int i = half; i < count * 8; i += 2) sum += square_of_piece<T>(q, row, i);
-  return rsqrtf(sum + __shfl_xor_sync(0xffffffffu, sum, 1) + 1e-6f);
+  return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// The scalars of one chunk, whose tokens were read to buffer j.
+// The scalars of one chunk, whose tokens were read to buffer j. Long rows of k, and of q where they
+// are normalised, are shortened.
 template <typename T, int kK, bool kDecay, bool kScores>
 __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareScratch& s,
                                                    float (&kk)[32], unsigned char* k,
-                                                   const unsigned char* q, ChunkScalars& scalars,
-                                                   int j, int tokens, int thread) {
+                                                   unsigned char* q, ChunkScalars& scalars, int j,
+                                                   int tokens, bool normed_queries, int thread) {
   const int lane = thread % 32, row = own_row(thread);
   const bool writes = lane % 2 == 0;
   RowFactors& f = s.factors[j];
   HatCoefficients c;
-  float key_out, head = 1.f, tail = 1.f, query = a.scale;
-  if (kScores && a.qk_l2norm) query *= own_query_norm<T>(q, kK / 64, row, lane % 2);
+  float key_out, head = 1.f, tail = 1.f, query, unit = 1.f;
+  if (thread == 0) scalars.whole.long_rows = 0;
 #pragma unroll 1
   while (true) {
+    query = a.scale;
+    bool may = false;
+    if (normed_queries) {
+      const float square = own_query_square<T>(q, kK / 64, row, lane % 2);
+      query *= rsqrtf(square + 1e-6f);
+      may = may_be_long<T>(square);
+    }
     pin(kk);  // or nvcc serialises the products (C7511)
     const float square = own_square(kk, thread);
     c = {0.f, 0.f, 0.f};
     if (row < tokens) {
       const TokenInput token{s.beta[j][row], kDecay ? s.log_decay[j][row] : 0.f};
-      c = hat_coefficients<kDecay>(a, token, square);
+      c = hat_coefficients<kDecay>(a, token, square, unit);
     }
     key_out = square > 0.f ? rsqrtf(square) : a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
     if (writes) {
@@ -377,13 +425,16 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
       }
       if (lane == 31) f.block_gate[thread / 32] = head;
     }
-    // A key whose |k|^2 overflows is skipped by the exact rules: as zero. Then all starts again.
-    const bool overflows = square > FLT_MAX;
-    if (!sync_threads_or(kPrepareBarrier, kWarpgroup, overflows)) break;
-    if (!a.qk_l2norm && !key_overflows(a.rule, HUGE_VALF)) break;
-    if (overflows && writes && row < tokens) zero_row(k, kK / 64, row);
-    fence_async_proxy();
-    sync_prepare();
+    if (writes) may = may_be_long<T>(square);  // the other of the two has the query
+    if (!sync_threads_or(kPrepareBarrier, kWarpgroup, may)) break;
+    if (!shortens_rows(a)) break;
+    float by = 1.f;
+    if (may) by = shorten_row<T>(writes ? k : q, kK / 64, row);
+    if (!sync_threads_or(kPrepareBarrier, kWarpgroup, by != 1.f)) break;
+    // Then all starts again.
+    by = __shfl_sync(0xffffffffu, by, lane & ~1);
+    if (!a.qk_l2norm && by != 1.f) unit = by;
+    if (thread == 0) scalars.whole.long_rows = 1;
     multiply_keys<T, kK>(kk, k, k);
     wait_products<0>();
     pin(kk);
@@ -405,7 +456,7 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
     if constexpr (kScores) scalars.query[row] = query * before;
     scalars.key_out[row] = key_out * behind;
   }
-  if (thread == 0) scalars.gate = gate;
+  if (thread == 0) scalars.whole.gate = gate;
   return rows;
 }
 

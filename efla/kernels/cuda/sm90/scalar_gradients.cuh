@@ -46,15 +46,31 @@ struct ScalarGradients {
     return make_float2(s.halves[2 * slot], s.halves[2 * slot + 1]);
   }
 
-  // The coefficients of the chunk in ring stage `stage`.
+  // What the step rule has to know of the key having been shortened.
+  __device__ __forceinline__ float rule_unit(const TokenFactors& f) const {
+    return kIsBfloat16<T> && !a.qk_l2norm ? f.key_unit.get(t) : 1.f;
+  }
+
+  // The coefficients of the chunk in ring stage `stage`. Shortens this token's row of K and Q where
+  // the forward walk did.
   __device__ __forceinline__ void make_factors(Token& x, int stage, TokenFactors& f, int tokens) {
+    if constexpr (kIsBfloat16<T>) {
+      float key_unit = 1.f;
+      if (s.whole[stage].long_rows) {
+        key_unit = shorten_row<T>(s.k[stage][0], Shared::kTiles, t);
+        f.query_unit.set(t, a.qk_l2norm ? shorten_row<T>(s.q[stage][0], Shared::kTiles, t) : 1.f);
+      }
+      f.key_unit.set(t, key_unit);
+    }
     const float kk = square_of_row<T>(s.k[stage][0], Shared::kTiles, t);
     const float qq = a.qk_l2norm ? square_of_row<T>(s.q[stage][0], Shared::kTiles, t) : 0.f;
     x.key_scale = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
     x.lambda = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
     x.norm = kk > 0.f ? sqrtf(x.lambda) : 1.f;
     StepCoefficients<float> c{0.f, 0.f, 0.f};
-    if (t < tokens) c = step_coefficients(a.rule, x.beta, x.lambda, kDecay, x.log_decay);
+    if (t < tokens) {
+      c = key_coefficients(a.rule, x.beta, x.lambda, rule_unit(f), kDecay, x.log_decay);
+    }
     x.gamma = 1.f;
     if constexpr (kDecay) {
       float sum = c.log_gate;
@@ -98,8 +114,8 @@ struct ScalarGradients {
   }
 
   // de, dw, dG, then through the step rule. 2 dlambda goes on the diagonal of (B + B^T).
-  __device__ __forceinline__ void finish(const Token& x, int64_t begin, int tokens, float write_dot,
-                                         float states) {
+  __device__ __forceinline__ void finish(const Token& x, const TokenFactors& f, int64_t begin,
+                                         int tokens, float write_dot, float states) {
     float grad_erase = 0.f, grad_gate = 0.f;
     if constexpr (kErase) {
       grad_erase = s.sums.pairs[0][t] - x.gamma * x.norm * x.key_scale * s.sums.zk[t];
@@ -122,8 +138,9 @@ struct ScalarGradients {
       }
       grad_gate = gate + (t < 32 ? gates.y : 0.f) + through.x + through.y;
     }
-    const auto g = step_coefficients_backward(a.rule, x.beta, x.lambda, kDecay, x.log_decay,
-                                              {grad_gate, grad_erase, x.norm * write_dot});
+    const auto g =
+        key_coefficients_backward(a.rule, x.beta, x.lambda, rule_unit(f), kDecay, x.log_decay,
+                                  {grad_gate, grad_erase, x.norm * write_dot});
     if constexpr (kErase) {
       *reinterpret_cast<T*>(s.pairs[2] + tile_offset(t, t)) =
           T(2.f * g.lambda * x.key_scale * x.key_scale);
@@ -181,7 +198,8 @@ struct ScalarGradients {
       for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[kept][n][t];
       s.grad_r_free[kept].arrive();  // write_dot is free, too
       s.sums_full.wait(round);
-      finish(token, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk), write_dot, states);
+      finish(token, s.factors[step % 2], p.begin + int64_t{chunk} * kC, tokens_of(p, chunk),
+             write_dot, states);
       token = next;
     }
   }

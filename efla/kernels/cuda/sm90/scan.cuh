@@ -82,9 +82,10 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, Shared& s, const Pla
       }
     }
     unsigned char* k = s.k[i][0];
-    const unsigned char* q = s.q[Shared::kScores ? i : 0][0];
+    unsigned char* q = s.q[Shared::kScores ? i : 0][0];
     const RowScalars rows = make_scalars<T, kK, kDecay, Shared::kScores>(
-        a, s.scratch, kk, k, q, s.scalars[square], j, tokens, thread);
+        a, s.scratch, kk, k, q, s.scalars[square], j, tokens,
+        Shared::kScores && a.qk_l2norm && (!kAlone || a.scores), thread);
     if constexpr (Shared::kScores && !kMakesScores) s.scalars_ready[j].arrive();
     float kq[32];
     if constexpr (kMakesScores && !kAlone) multiply_keys<T, kK>(kq, k, q);
@@ -303,6 +304,14 @@ __device__ __forceinline__ void make_r(uint32_t (&packed)[4][4], const float (&r
 
 inline constexpr int kScoresBarrier = 7;  // all have stored their columns of P_hat^T
 
+// Shortens long rows of a chunk's tiles for threads, the block's first, that go on together.
+template <typename T, int kTiles, int kThreads, int kBarrier, typename... Tiles>
+__device__ __forceinline__ void shorten_rows(Tiles&... tiles) {
+  const int row = threadIdx.x;
+  if (row < kC) (shorten_row<T>(tiles[0], kTiles, row), ...);
+  sync_threads(kBarrier, kThreads);
+}
+
 // A warpgroup with 64 rows of S^T.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
@@ -408,7 +417,12 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       fence_async_proxy();
     }
     s.ready[j].wait(triangles.round);
-    if (!kOutput && args.prepared) s.keys_full[i].wait(ring.round);  // else prepare() has waited
+    if (!kOutput && args.prepared) {  // else prepare() has waited and shortened rows
+      s.keys_full[i].wait(ring.round);
+      if (kIsBfloat16<T> && scalars.whole.long_rows) {
+        shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[i]);
+      }
+    }
     fence_products();
     multiply_state<T, kK>(r, packed, s.k[i]);
     if constexpr (kKeep) {  // the state while the product runs
@@ -454,7 +468,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
     }
     if constexpr (kDecay) {
-      const float gate = scalars.gate;
+      const float gate = scalars.whole.gate;
 #pragma unroll
       for (int n = 0; n < kK / 2; ++n) state[n] *= gate;
     }

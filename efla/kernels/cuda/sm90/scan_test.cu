@@ -66,6 +66,13 @@ std::vector<Case> cases() {
   }
   all.push_back({"ZeroKeys", 1, 200, 1, 2, 128, 128});
   all.back().zero_keys = true;
+  for (const Case& c : {Case{"LongKeys", 1, 300, 1, 2, 128, 128},
+                        Case{"LongKeysDecay", 1, 300, 2, 2, 128, 128, Rule::kExact, true},
+                        Case{"LongKeysNarrow", 1, 300, 2, 2, 64, 64, Rule::kExactLog, true},
+                        Case{"LongKeysNorm", 1, 300, 1, 1, 64, 64, Rule::kEuler, false, true}}) {
+    all.push_back(c);
+    all.back().long_keys = true;
+  }
   for (const auto& [name, rule] : kNamedRules) {
     const bool rk = rule == Rule::kRk2 || rule == Rule::kRk4;
     all.push_back({std::string("Rule") + name, 1, 300, 2, 2, 128, 128, rule, false, true});

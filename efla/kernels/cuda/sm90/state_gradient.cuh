@@ -107,16 +107,27 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                               column);
   }
   Ring<Shared::kStages> ring;
-  Ring<Shared::kOthers> others;
 #pragma unroll 1
   for (int step = 0; step < chunks; ++step) {
-    const int i = ring.index, j = others.index;
+    // By the step where that can be: counters of their own would spill.
+    static_assert(kAdvance || Shared::kStages == 2);
+    const int i = kAdvance ? ring.index : step % 2, j = step % Shared::kOthers;
+    const uint32_t tokens_round = kAdvance ? ring.round : step / 2 & 1;
     const ChunkScalars& scalars = s.scalars[j];
     const int kept = kAdvance ? 0 : j;
-    const uint32_t round = Shared::kOthers == 1 ? step & 1 : others.round;
-    s.tokens_full[i].wait(ring.round);
+    const uint32_t round = step / Shared::kOthers & 1;
+    s.tokens_full[i].wait(tokens_round);
     if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
       clear_slack(s, tokens_of(p, reversed(chunks, 0)));
+    }
+    if (kIsBfloat16<T> && s.whole[i].long_rows) {
+      if constexpr (!kAdvance) {
+        s.factors_full[i].wait(tokens_round);  // the scalars' warps have shortened them
+      } else if (a.qk_l2norm) {
+        shorten_rows<T, Shared::kTiles, Shared::kTiles * kWarpgroup, 1>(s.k[i], s.q[i]);
+      } else {
+        shorten_rows<T, Shared::kTiles, Shared::kTiles * kWarpgroup, 1>(s.k[i]);
+      }
     }
     if constexpr (!kAdvance) s.grad_state_free[kept].wait(round ^ 1);
 #pragma unroll
@@ -138,7 +149,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                         describe_rows(s.k[i][n / 4]) + n % 4 * 2, n > 0);
     }
     commit_products();
-    s.grad_o_full[j].wait(others.round);
+    s.grad_o_full[j].wait(round);
     uint32_t grad_o[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -146,7 +157,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                              shared_address(s.grad_o[j][group]) + lane_offset + n * 16 * 128);
     }
     arrive_warp(kAdvance ? s.grad_o_free[j] : s.grad_o_read[kept]);
-    s.triangles_full[j].wait(others.round);
+    s.triangles_full[j].wait(round);
     wait_products<0>();
     pin(u);
 #pragma unroll
@@ -187,7 +198,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       grad_o[n / 4][n % 4] = pack<T>(query.x * x.x, query.y * x.y);
     }
     if constexpr (kDecay) {
-      const float gate = scalars.gate;
+      const float gate = scalars.whole.gate;
 #pragma unroll
       for (int n = 0; n < kDim / 2; ++n) state[n] *= gate;
     }
@@ -233,7 +244,6 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     pin(state);
     arrive_warp(s.tokens_free[i]);
     ring.advance();
-    others.advance();
   }
   float* to = nullptr;
   int keys = kDim, values = kDim;

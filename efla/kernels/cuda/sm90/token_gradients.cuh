@@ -107,6 +107,11 @@ struct TokenGradients {
     for (int n = 0; n < kDim / 4; ++n) d[2 * n] *= n % 2 ? y : x, d[2 * n + 1] *= n % 2 ? y : x;
   }
 
+  // From the gradients of rows divided by these to those of the rows.
+  __device__ __forceinline__ void divide_rows(float (&d)[kDim / 2], const Units& units) const {
+    scale_rows(d, units.inverse(row0), units.inverse(row0 + 8));
+  }
+
   // Sums over the rows of an accumulator's block of 16 columns 8 (n / 2) + t4 + n % 2, for the
   // scalars' warps.
   __device__ __forceinline__ void keep_columns(float (&sums)[kC], int block,
@@ -352,6 +357,7 @@ struct TokenGradients {
     const float scale[2] = {f.query[row0], f.query[row0 + 8]};  // a.scale without l2norm
     scale_rows(d, scale[0], scale[1]);
     if (a.qk_l2norm) through_l2norm(d, q, scale[0] / a.scale, scale[1] / a.scale);
+    if (kIsBfloat16<T> && s.whole[step % 2].long_rows) divide_rows(d, f.query_unit);
     s.grad_o_read[kept].wait(kept_round);
     sync();  // all have read s.grad_o and s.pairs[0]
     store_rows(a.grad_q, maps.grad_q, s.grad_o[kept], d, begin, tokens);
@@ -427,6 +433,7 @@ struct TokenGradients {
     wait_products<0>();
     pin(d);
     if (a.qk_l2norm) through_l2norm(d, k, f.key[row0], f.key[row0 + 8]);
+    if (kIsBfloat16<T> && s.whole[step % 2].long_rows) divide_rows(d, f.key_unit);
     sync();  // all have read s.pairs
     store_rows(a.grad_k, maps.grad_k, s.pairs, d, begin, tokens);
   }
@@ -446,6 +453,9 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
       const int stage = step % 2, chunk = reversed(chunks_of(p), step),
                 tokens = tokens_of(p, chunk);
       s.tokens_full[stage].wait(step / 2 & 1);
+      if (kIsBfloat16<T> && kDecay && s.whole[stage].long_rows) {
+        s.factors_full[stage].wait(step / 2 & 1);  // ahead of Q K^T: they are shortened
+      }
       s.grad_o_full[step % kKept].wait(step / kKept & 1);
       if (tokens < kC) s.cleared.wait(0);
       hide(thread);
