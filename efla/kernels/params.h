@@ -71,6 +71,9 @@ struct Problem {
   // Packed sequences: offsets [N + 1] into T, non-decreasing, first >= 0, last <= T.
   // Null: dense, sequence b is row b. Rows of T outside [offsets[0], offsets[N]) give o = 0.
   const int64_t* cu_seqlens = nullptr;
+  // [N]: the sequences' numbers in the order in which a GPU is to begin with them, the longest
+  // first; it changes no result. Null: as they lie. (CPU kernels look at lengths themselves.)
+  const int64_t* longest_first = nullptr;
 };
 
 /// Runs body(i) for every i in [0, count), possibly in parallel; returns when all are done.

@@ -195,6 +195,7 @@ void prepare_problem(const DeltaRuleArguments& a, const std::optional<at::Tensor
     if (cuda) {
       out.device_offsets = checked_offsets(a.op, *offsets, p.shape.tokens);
       p.cu_seqlens = out.device_offsets.const_data_ptr<int64_t>();
+      p.longest_first = p.cu_seqlens + offsets->size(0);
     } else {
       out.offsets = read_offsets(a.op, *offsets, p.shape.tokens);
       p.cu_seqlens = out.offsets.data();

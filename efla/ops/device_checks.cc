@@ -112,11 +112,13 @@ std::optional<at::Tensor> offsets_beside(const char* op, const at::Tensor& q,
 
 at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t tokens) {
   const c10::cuda::CUDAGuard guard(cu_seqlens.device());
-  at::Tensor checked = at::empty(cu_seqlens.sizes(), cu_seqlens.options().dtype(at::kLong));
-  check_cuda(cuda::check_offsets(
-      cu_seqlens.const_data_ptr(), cu_seqlens.scalar_type() == at::kLong, cu_seqlens.stride(0),
-      cu_seqlens.size(0), tokens, op, checked.mutable_data_ptr<int64_t>(),
-      record_of(cu_seqlens.get_device()), c10::cuda::getCurrentCUDAStream()));
+  const int64_t count = cu_seqlens.size(0);
+  at::Tensor checked = at::empty({2 * count - 1}, cu_seqlens.options().dtype(at::kLong));
+  auto* out = checked.mutable_data_ptr<int64_t>();
+  check_cuda(cuda::check_offsets(cu_seqlens.const_data_ptr(), cu_seqlens.scalar_type() == at::kLong,
+                                 cu_seqlens.stride(0), count, tokens, op, out, out + count,
+                                 record_of(cu_seqlens.get_device()),
+                                 c10::cuda::getCurrentCUDAStream()));
   return checked;
 }
 

@@ -16,7 +16,7 @@ std::optional<at::Tensor> offsets_beside(const char* op, const at::Tensor& q,
                                          const std::optional<at::Tensor>& cu_seqlens);
 
 /// A contiguous int64 copy of CUDA offsets [N + 1] that is safe to use whatever they hold; op is a
-/// literal. `tokens` bounds them.
+/// literal. `tokens` bounds them. Behind them lie the N sequences' numbers, the longest first.
 at::Tensor checked_offsets(const char* op, const at::Tensor& cu_seqlens, int64_t tokens);
 
 /// Throws what a kernel on t's device has found so far; looks at host memory only. Nothing to do

@@ -19,8 +19,9 @@ struct Offsets {
 
 __global__ void __launch_bounds__(kMaxThreads)
     check_offsets_kernel(Offsets offsets, int64_t count, int64_t tokens, const char* op,
-                         int64_t* checked, CheckRecord* record) {
+                         int64_t* checked, int64_t* longest_first, CheckRecord* record) {
   __shared__ long long first;  // index of the first wrong offset
+  __shared__ int64_t lengths[kSortedSequences];
   if (threadIdx.x == 0) first = count;
   __syncthreads();
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
@@ -33,6 +34,26 @@ __global__ void __launch_bounds__(kMaxThreads)
   __syncthreads();
   const bool right = first == count;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) checked[i] = right ? offsets[i] : 0;
+  if (longest_first) {
+    const int64_t sequences = count - 1;
+    const bool sorted = right && sequences <= kSortedSequences;
+    if (sorted) {
+      for (int64_t i = threadIdx.x; i < sequences; i += blockDim.x) {
+        lengths[i] = offsets[i + 1] - offsets[i];
+      }
+    }
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < sequences; i += blockDim.x) {
+      int64_t place = i;
+      if (sorted) {
+        place = 0;
+        for (int j = 0; j < sequences; ++j) {
+          place += lengths[j] > lengths[i] || (lengths[j] == lengths[i] && j < i);
+        }
+      }
+      longest_first[place] = i;
+    }
+  }
   if (right || threadIdx.x != 0) return;
   volatile CheckRecord* r = record;
   if (r->found != 0) return;  // the first error stays until the host has read it
@@ -48,12 +69,13 @@ __global__ void __launch_bounds__(kMaxThreads)
 }  // namespace
 
 cudaError_t check_offsets(const void* offsets, bool wide, int64_t stride, int64_t count,
-                          int64_t tokens, const char* op, int64_t* checked, CheckRecord* record,
-                          cudaStream_t stream) {
+                          int64_t tokens, const char* op, int64_t* checked, int64_t* longest_first,
+                          CheckRecord* record, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
   const int64_t threads = (count + 31) / 32 * 32;
   check_offsets_kernel<<<1, static_cast<unsigned>(threads < kMaxThreads ? threads : kMaxThreads), 0,
-                         stream>>>({offsets, wide, stride}, count, tokens, op, checked, record);
+                         stream>>>({offsets, wide, stride}, count, tokens, op, checked,
+                                   longest_first, record);
   return cudaGetLastError();
 }
 

@@ -8,6 +8,9 @@
 
 namespace efla::cuda {
 
+/// So many sequences are sorted; each counts those before it.
+inline constexpr int64_t kSortedSequences = 1024;
+
 /// What a check found. Lies in pinned host memory; the device writes it when found == 0, the host
 /// sets found back to 0 once it has read it. `found` is written last.
 struct CheckRecord {
@@ -22,8 +25,10 @@ struct CheckRecord {
 /// Copies `count` offsets (int64 if wide, else int32; stride in elements) to checked [count] if
 /// they do not decrease and lie in [0, tokens]. Otherwise fills checked with 0, so that every
 /// sequence is empty, and notes the first that is wrong in *record (visible to host and device).
+/// longest_first [count - 1], if not null, gets the numbers of the sequences by length, equally
+/// long ones (and more than kSortedSequences) as they lie.
 cudaError_t check_offsets(const void* offsets, bool wide, int64_t stride, int64_t count,
-                          int64_t tokens, const char* op, int64_t* checked, CheckRecord* record,
-                          cudaStream_t stream);
+                          int64_t tokens, const char* op, int64_t* checked, int64_t* longest_first,
+                          CheckRecord* record, cudaStream_t stream);
 
 }  // namespace efla::cuda

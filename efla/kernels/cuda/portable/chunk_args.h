@@ -11,6 +11,7 @@ inline void set_problem(ChunkArgs& a, const Problem& p) {
   a.q = p.q, a.k = p.k, a.v = p.v, a.beta = p.beta, a.log_decay = p.log_decay;
   a.initial_state = static_cast<const float*>(p.initial_state);
   a.cu_seqlens = p.cu_seqlens;
+  a.longest_first = p.cu_seqlens ? p.longest_first : nullptr;
   a.sequences = s.sequences;
   a.tokens = s.tokens;
   a.heads = static_cast<int>(s.heads);

@@ -32,9 +32,10 @@ enum ScalarRow : int {
 struct ChunkArgs {
   View q, k, v, beta, log_decay;
   MutableView o;
-  const float* initial_state;  // [N, HV, K, V]; null: zero
-  float* final_state;          // null: not wanted
-  const int64_t* cu_seqlens;   // device; null: dense
+  const float* initial_state;    // [N, HV, K, V]; null: zero
+  float* final_state;            // null: not wanted
+  const int64_t* cu_seqlens;     // device; null: dense
+  const int64_t* longest_first;  // [N] numbers of packed sequences; null: as they lie
   int64_t sequences, tokens;
   int heads, value_heads, key_dim, value_dim;
   float scale;

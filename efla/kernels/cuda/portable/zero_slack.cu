@@ -9,8 +9,9 @@ namespace {
 template <typename Word>
 __global__ void zero_slack_kernel(MutableView x, const int64_t* cu_seqlens, int64_t sequences,
                                   int64_t tokens, int heads, int dim) {
-  for (int64_t t = blockIdx.x; t < tokens; t += gridDim.x) {
-    if (t >= cu_seqlens[0] && t < cu_seqlens[sequences]) continue;
+  const int64_t first = cu_seqlens[0], used = cu_seqlens[sequences] - first;
+  for (int64_t row = blockIdx.x; row < tokens - used; row += gridDim.x) {
+    const int64_t t = row < first ? row : row + used;
     for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) {
       static_cast<Word*>(x.data)[t * x.token + i / dim * x.head + i % dim] = 0;
     }

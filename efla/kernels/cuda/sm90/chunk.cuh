@@ -56,15 +56,16 @@ __device__ inline Place find_place(const ScanArgs& args, int tile_columns) {
   p.sequence = item;
   int64_t first = 0, tokens = a.tokens;
   if (args.part_tokens == 0) {
+    if (a.longest_first) p.part = p.sequence = a.longest_first[item];
     if (a.cu_seqlens) {
-      first = a.cu_seqlens[item];
-      tokens = a.cu_seqlens[item + 1] - first;
+      first = a.cu_seqlens[p.sequence];
+      tokens = a.cu_seqlens[p.sequence + 1] - first;
     }
     p.row = a.cu_seqlens ? 0 : item;
     p.begin = first;
     p.tokens = max(tokens, int64_t{0});
     p.first = p.last = true;
-    p.slot = static_cast<int>(first_slot(a, item, kC));
+    p.slot = static_cast<int>(first_slot(a, p.sequence, kC));
     return p;
   }
   int64_t low = item;
