@@ -231,6 +231,12 @@ __device__ __forceinline__ void hide_index(int& x) {
   hide(x);
   __builtin_assume(x >= 0 && x < kLimit);
 }
+// The thread's number, read anew: what follows from it need not be kept until here.
+__device__ __forceinline__ int read_thread() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");

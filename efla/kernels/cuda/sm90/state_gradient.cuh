@@ -34,15 +34,13 @@ template <typename T, bool kPadded>
 struct ValueGradients {
   const ChunkArgs& a;
   const Place& p;
-  const int thread;  // of the warpgroup
-  const int column;  // its first
+  const int column;  // the warpgroup's first
   const int64_t begin;
   const int tokens;
 
-  __device__ __forceinline__ int row(int i) const { return 16 * i + thread / 8; }
-
   // Reads v, long ahead of its use: it comes from far.
   __device__ __forceinline__ void read(uint4 (&value)[kC / 16]) const {
+    const int thread = read_thread() % kWarpgroup;
     // Beyond V dR is zero: any v will do there.
     int c = column + thread % 8 * 8;
     if constexpr (kPadded) c = min(c, a.value_dim - 8);
@@ -50,13 +48,14 @@ struct ValueGradients {
 #pragma unroll
     for (int i = 0; i < kC / 16; ++i, v += 16 * a.v.token) {
       value[i] = make_uint4(0, 0, 0, 0);
-      if (row(i) < tokens) value[i] = *reinterpret_cast<const uint4*>(v);
+      if (16 * i + thread / 8 < tokens) value[i] = *reinterpret_cast<const uint4*>(v);
     }
   }
 
   // From where dR lies for the products.
   __device__ __forceinline__ void make(const unsigned char* grad_r, const float* write,
                                        const uint4 (&value)[kC / 16], float* write_dot) const {
+    const int thread = read_thread() % kWarpgroup;
     T* out = static_cast<T*>(a.grad_v.data) + p.row * a.grad_v.batch +
              (begin + thread / 8) * a.grad_v.token + p.hv * a.grad_v.head + column + thread % 8 * 8;
 #pragma unroll
@@ -68,8 +67,9 @@ struct ValueGradients {
       for (int offset = 1; offset < 8; offset *= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
       }
-      if (thread % 8 == 0) write_dot[row(i)] = sum;
-      const float w = write[row(i)];
+      const int row = 16 * i + thread / 8;
+      if (thread % 8 == 0) write_dot[row] = sum;
+      const float w = write[row];
       const uint32_t g[4] = {grad.x, grad.y, grad.z, grad.w};
       uint32_t x[4];
 #pragma unroll
@@ -77,7 +77,7 @@ struct ValueGradients {
         const float2 pair = unpack<T>(g[j]);
         x[j] = pack<T>(w * pair.x, w * pair.y);
       }
-      if (row(i) < tokens && (!kPadded || column + thread % 8 * 8 < a.value_dim)) {
+      if (row < tokens && (!kPadded || column + thread % 8 * 8 < a.value_dim)) {
         *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
       }
     }
@@ -177,8 +177,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       pin(u);
     }
     const int chunk = reversed(chunks, step);
-    const ValueGradients<T, kPadded> values{
-        a, p, thread, column, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk)};
+    const ValueGradients<T, kPadded> values{a, p, column, p.begin + int64_t{chunk} * kC,
+                                            tokens_of(p, chunk)};
     uint4 value[kC / 16];
     uint32_t r[4][4];
 #pragma unroll
