@@ -18,6 +18,7 @@ from device_support import (
     evaluate,
     expectation,
     failures,
+    family,
     layout_problem,
     needs_device,
     on_device,
@@ -230,8 +231,10 @@ def test_steps_that_expand_the_state():
         identical_keys(x)
         x["beta"] = 2.6 + 0 * x["beta"]
 
+    if family(torch.bfloat16, 96) == "hopper":
+        pytest.skip("beyond the range of the Hopper kernels: the run on the portable ones has it")
     case = problem(
-        torch.bfloat16, batch=1, tokens=40, heads=1, key_dim=100, value_dim=100, change=expand
+        torch.bfloat16, batch=1, tokens=40, heads=1, key_dim=96, value_dim=96, change=expand
     )
     for op in (efla.chunk, efla.recurrent):
         # The last few tokens are all that counts.
