@@ -94,7 +94,8 @@ struct ForwardParams {
   void* final_state = nullptr;  // [N, HV, K, V] contiguous, arithmetic type; null: not wanted
 
   // States kept for backward, arithmetic type, [checkpoint_rows(shape), HV, K, V] contiguous: the
-  // state before every kCheckpointTokens-th token of each sequence. Null in inference.
+  // state before every kCheckpointTokens-th token of each sequence. Null in inference. (On a GPU
+  // something else: chunk_checkpoint_bytes() of cuda/delta_rule.h.)
   void* checkpoints = nullptr;
 };
 

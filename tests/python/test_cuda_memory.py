@@ -6,7 +6,7 @@ import cases
 import efla
 import pytest
 import torch
-from device_support import DEVICE, ON_GPU, needs_device, needs_gpu
+from device_support import DEVICE, ON_GPU, family, needs_device, needs_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = needs_device
@@ -46,6 +46,31 @@ def test_training_keeps_the_inputs_and_on_the_cpu_a_state_every_512_tokens(op, s
     assert kept == rows * 4 * 64 * 64 * 4
     # Nothing twice, and each of the inputs as it was given: no copy in another dtype or layout.
     assert len(saved) == len(x) + (1 if kept or ON_GPU else 0)
+
+
+def test_what_split_sequences_keep_may_be_lost():
+    """Hopper keeps the parts' states in the storage of a tensor of no elements; a hook that copies saved
+    tensors leaves them behind, and they are made again."""
+    x = inputs(tokens=4200)
+
+    def gradients(pack):
+        sizes = []
+
+        def keep(t):
+            sizes.append(t.untyped_storage().nbytes() if t.numel() == 0 else 0)
+            return pack(t)
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            o, _ = efla.chunk(**x)
+        return torch.autograd.grad(o, list(x.values()), torch.ones_like(o)), sum(sizes)
+
+    (kept, size), (lost, _) = gradients(lambda t: t), gradients(torch.clone)
+    if family(BFLOAT16, 64) == "hopper":
+        assert size > 0 and size % (2 * 4 * 64 * 64 * 4) == 0  # M and S of each part and head
+    else:
+        assert size == 0
+    for name, a, b in zip(x, kept, lost):
+        assert ((a - b).norm() <= 4e-3 * b.norm()).item(), name
 
 
 def test_packed_sequences_keep_their_offsets_too():
