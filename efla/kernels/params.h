@@ -66,7 +66,8 @@ struct Problem {
   View beta;       // [B, T, HV], arithmetic type
   View log_decay;  // [B, T, HV], arithmetic type; null: no decay
 
-  const void* initial_state = nullptr;  // [N, HV, K, V] contiguous, arithmetic type; null: zero
+  const void* initial_state = nullptr;  // [N, HV, K, V] contiguous, arithmetic type; null: zero. On
+                                        // a GPU states and their gradients start on 16 bytes
 
   // Packed sequences: offsets [N + 1] into T, non-decreasing, first >= 0, last <= T.
   // Null: dense, sequence b is row b. Rows of T outside [offsets[0], offsets[N]) give o = 0.

@@ -9,7 +9,7 @@
 namespace efla::cuda {
 
 /// So many sequences are sorted; each counts those before it.
-inline constexpr int64_t kSortedSequences = 1024;
+inline constexpr int64_t kSortedSequences = 256;
 
 /// What a check found. Lies in pinned host memory; the device writes it when found == 0, the host
 /// sets found back to 0 once it has read it. `found` is written last.

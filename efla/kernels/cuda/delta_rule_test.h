@@ -225,6 +225,13 @@ void check_backward(const Case& c, double tolerance, Family family,
   EXPECT_LE(relative_rms(beta.host(), expected.beta), beta_tolerance) << "beta";
   if (c.decay) EXPECT_LE(relative_rms(decay.host(), expected.log_decay), tolerance) << "log_decay";
   EXPECT_LE(relative_rms(state.host(), expected.initial_state), tolerance) << "initial state";
+  if (kept) {  // they are what it comes from
+    cudaMemset(checkpoints.data(), 0xff, bytes);
+    CUDA_OK(plan ? chunk_backward(params, *plan, workspace.data(), nullptr, family)
+                 : chunk_backward(params, workspace.data(), nullptr, family));
+    CUDA_OK(cudaDeviceSynchronize());
+    EXPECT_TRUE(std::isnan(relative_rms(q.host(), expected.q)));
+  }
 }
 
 // Skips where there is no GPU.

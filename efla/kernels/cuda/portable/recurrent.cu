@@ -29,10 +29,12 @@ cudaError_t launch(Args a, int64_t sequences, cudaStream_t stream) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
-  int device = 0, major = 0;
-  if (auto e = cudaGetDevice(&device)) return e;
-  if (auto e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
-  const unsigned overlaps = major >= 9 ? 1 : 0;
+  // Code for older devices has no such wait, also where it is compiled anew for a newer one.
+  auto* kernel = recurrent::recurrent_kernel<State, C>;
+  static const unsigned overlaps = [&] {
+    cudaFuncAttributes found{};
+    return cudaFuncGetAttributes(&found, kernel) == cudaSuccess && found.ptxVersion >= 90 ? 1u : 0u;
+  }();
   for (; a.first_sequence < sequences; a.first_sequence += kMaxGrid) {
     const auto rows = static_cast<unsigned>(std::min(sequences - a.first_sequence, kMaxGrid));
     cudaLaunchConfig_t config{};
@@ -41,7 +43,7 @@ cudaError_t launch(Args a, int64_t sequences, cudaStream_t stream) {
     config.stream = stream;
     config.attrs = &overlap;
     config.numAttrs = overlaps;
-    if (auto e = cudaLaunchKernelEx(&config, recurrent::recurrent_kernel<State, C>, a)) return e;
+    if (cudaLaunchKernelEx(&config, kernel, a) != cudaSuccess) return cudaGetLastError();
   }
   return cudaSuccess;
 }

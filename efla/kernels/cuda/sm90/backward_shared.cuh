@@ -8,7 +8,7 @@ namespace efla::cuda::sm90 {
 
 inline constexpr int kScalarWarps = 2;  // a thread per token
 
-// Boxes as in the scan, [B, T, H, K = V].
+// Boxes as in the scan.
 struct BackwardMaps {
   CUtensorMap q, k, grad_o;    // [B, T, H, K], [B, T, HV, V]
   CUtensorMap grad_q, grad_k;  // likewise, where heads are not grouped

@@ -1,7 +1,7 @@
 // The serial part of the forward on Hopper: one block per (part of a sequence, value head, tile of
 // V). A warpgroup per 64 columns of V holds its rows of the transposed state, S^T [64, K], in float
-// registers for the whole walk; the auxiliary warpgroup prepares chunks ahead (prepare.cuh); one
-// thread feeds both through the copy engine. Per chunk of 64 tokens
+// registers for the whole walk; the auxiliary warpgroup prepares chunks ahead (scan_prepare.cuh);
+// two threads feed both through the copy engine. Per chunk of 64 tokens
 //
 //   R^T = w V^T - e (S^T K^T)        U^T = R^T A_hat^T
 //   O^T = gate_q (S^T Q^T) + U^T P_hat^T

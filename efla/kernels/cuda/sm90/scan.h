@@ -21,7 +21,7 @@ constexpr int square_dim(const Shape& s) { return padded_dim(std::max(s.key_dim,
 
 /// How a forward is spread over the multiprocessors.
 struct ScanPlan {
-  int value_tile = 128;     // columns of V per block; 64 where keys are padded to 64
+  int value_tile = 128;     // columns of V per block; see plan_scan()
   int64_t part_tokens = 0;  // tokens per part of a split sequence; 0: whole sequences
   int64_t part_slots = 0;   // parts, those of no sequence included
 };

@@ -20,7 +20,7 @@ struct ScanShared {
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
   static constexpr bool kScores = kOutput || kKeep;
   // Whether the auxiliary warpgroup makes P_hat; else those of the state do. With decay it has the
-  // longer chain by far (4 x 8192 tokens, 32 heads: 0.47 ms for 0.52), without 0.37 and 0.39.
+  // longer chain by far (4 x 8192 tokens, 32 heads: 0.47 ms for 0.50), without 0.37 and 0.39.
   template <bool kDecay>
   static constexpr bool kMakesScores = kKeep || (kOutput && !kDecay);
   static constexpr int kValueStages = kKeep ? 2 : 3;

@@ -120,8 +120,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
       clear_slack(s, tokens_of(p, reversed(chunks, 0)));
     }
-    // Read by the lane that says below that its warp is done with the buffer.
-    if (kIsBfloat16<T> && __shfl_sync(0xffffffffu, lane == 0 ? s.whole[i].long_rows : 0, 0)) {
+    if (kIsBfloat16<T> && s.whole[i].long_rows) {
       if constexpr (!kAdvance) {
         s.factors_full[i].wait(tokens_round);  // the scalars' warps have shortened them
       } else if (a.qk_l2norm) {

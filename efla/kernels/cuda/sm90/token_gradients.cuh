@@ -433,7 +433,10 @@ struct TokenGradients {
     wait_products<0>();
     pin(d);
     if (a.qk_l2norm) through_l2norm(d, k, f.key[row0], f.key[row0 + 8]);
-    if (kIsBfloat16<T> && s.whole[step % 2].long_rows) divide_rows(d, f.key_unit);
+    // Read by the lane that says below that its warp is done with K and Q and what came with them.
+    if (kIsBfloat16<T> && __any_sync(0xffffffffu, lane == 0 && s.whole[step % 2].long_rows)) {
+      divide_rows(d, f.key_unit);
+    }
     sync();  // all have read s.pairs
     store_rows(a.grad_k, maps.grad_k, s.pairs, d, begin, tokens);
   }
