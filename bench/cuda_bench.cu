@@ -124,9 +124,9 @@ void bench_sequences(int64_t batch, int64_t tokens, int64_t heads) {
   check(efla::cuda::chunk_forward(forward, workspace.data, nullptr));
   check(cudaDeviceSynchronize());
   const double error = relative_rms(o, other);
-  // A forward without a backward leaves nothing.
   const double forward_ms =
       time(9, [&] { check(efla::cuda::chunk_forward(forward, workspace.data, nullptr)); });
+  // The backward's time is that with what a forward has left.
   DeviceArray<unsigned char> checkpoints(efla::cuda::chunk_checkpoint_bytes(forward) + 1);
   forward.checkpoints = checkpoints.data;
   check(efla::cuda::chunk_forward(forward, workspace.data, nullptr));

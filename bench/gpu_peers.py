@@ -27,6 +27,7 @@ import csv
 import datetime
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -389,7 +390,7 @@ def main():
     bench = Bench(arguments, efla)
     bandwidth = 0.0 if arguments.compile else copy_bandwidth()
     bench.head(
-        f"command: {' '.join(sys.argv)}\n"
+        f"command: {' '.join(os.path.basename(a) if a == arguments.csv else a for a in sys.argv)}\n"
         f"date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC\n"
         f"device: {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}\n"
         f"versions: {', '.join(f'{n} {v}' for n, v in versions().items())}\n"

@@ -231,14 +231,18 @@ def test_steps_that_expand_the_state():
         identical_keys(x)
         x["beta"] = 2.6 + 0 * x["beta"]
 
-    if family(torch.bfloat16, 96) == "hopper":
-        pytest.skip("beyond the range of the Hopper kernels: the run on the portable ones has it")
     case = problem(
         torch.bfloat16, batch=1, tokens=40, heads=1, key_dim=96, value_dim=96, change=expand
     )
+    # Zero columns change nothing; with four of them the size is the portable kernels' alone.
+    for name in ("q", "k", "v", "grad_o"):
+        case[name] = torch.nn.functional.pad(case[name], (0, 4))
+    for name in ("initial_state", "grad_final_state"):
+        case[name] = torch.nn.functional.pad(case[name], (0, 4, 0, 4))
+    assert family(torch.bfloat16, 100) != "hopper"
     for op in (efla.chunk, efla.recurrent):
         # The last few tokens are all that counts.
-        check(op, case, torch.bfloat16, where="expanding steps", slack=2.0, rule="euler")
+        check(op, case, torch.bfloat16, where="expanding steps", slack=2.0, rule="euler", scale=96**-0.5)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)

@@ -15,7 +15,7 @@ from device_support import evaluate, expectation, needs_device, on_device
 pytestmark = needs_device
 FLOAT32, BFLOAT16, FLOAT64 = torch.float32, torch.bfloat16, torch.float64
 EXACT = [("exact", False), ("exact", True), ("exact_log", True)]
-DIMS = (32, 64, 96, 128)
+DIMS = (32, 60, 64, 96, 100, 128)
 # Relative to a row and to its natural size. Rows are short: their roundings hardly average.
 LIMITS = {FLOAT32: 1e-4, BFLOAT16: 2e-2}
 SMALLEST = {FLOAT32: 2.0**-149, BFLOAT16: 2.0**-134}

@@ -143,11 +143,9 @@ def test_a_layer_of_a_larger_pool(storage):
     # Rows that do not start where the kernels' vectors would.
     flat = torch.zeros(final.numel() + 1, device=DEVICE, dtype=storage)[1:].view(final.shape)
     flat.copy_(state)
-    # They add up in another order.
+    # They may add up in another order: as near to the truth as any.
     other = efla.step_(**on_device(case, BFLOAT16), state=flat)
-    torch.testing.assert_close(other.float(), o.float(), rtol=2.0**-7, atol=1e-3)
-    spacing = torch.finfo(storage).eps
-    torch.testing.assert_close(flat.float(), final.float(), rtol=2 * spacing, atol=1e-5)
+    close((other, flat), reference(case, state), BFLOAT16, storage, "unaligned pool")
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -17,7 +17,7 @@ enum class Family {
 };
 
 /// Bytes that chunk_forward needs as workspace (256-byte aligned); looks at sizes, strides and
-/// alignment only.
+/// alignment, and whether checkpoints are given.
 int64_t chunk_forward_workspace(const ForwardParams& params, Family family = Family::kAuto);
 
 /// Bytes of what chunk_forward can leave for chunk_backward (256-byte aligned): 0 but for long

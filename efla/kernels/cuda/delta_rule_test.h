@@ -207,7 +207,7 @@ void check_backward(const Case& c, double tolerance, Family family,
     forward.problem = s.problem;
     forward.o = view(o.data(), c.value_heads, c.value_dim);
     forward.checkpoints = checkpoints.data();
-    Buffer<unsigned char> scratch(plan ? sm90::scan_workspace(s.problem, *plan)
+    Buffer<unsigned char> scratch(plan ? sm90::scan_workspace(s.problem, *plan, true)
                                        : chunk_forward_workspace(forward, family));
     CUDA_OK(plan ? sm90::scan_forward(forward, *plan, scratch.data(), nullptr)
                  : chunk_forward(forward, scratch.data(), nullptr, family));

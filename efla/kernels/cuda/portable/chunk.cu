@@ -137,7 +137,7 @@ cudaError_t sum_group(const Problem& p, const void* parts, const MutableView& gr
 int64_t chunk_forward_workspace(const ForwardParams& params, Family family) {
   const Problem& p = params.problem;
   if (family == Family::kAuto && sm90::scan_applies(params)) {
-    return sm90::scan_workspace(p, sm90::plan_scan(p));
+    return sm90::scan_workspace(p, sm90::plan_scan(p), params.checkpoints != nullptr);
   }
   Arena arena(nullptr);
   make_args(p, arena);

@@ -368,10 +368,12 @@ __device__ __forceinline__ void product_shared_columns(float (&d)[64], uint64_t 
 #undef EFLA_D16
 #undef EFLA_D32
 #undef EFLA_D64
+#undef EFLA_LIST16
 #undef EFLA_LIST32
 #undef EFLA_LIST64
 #undef EFLA_WGMMA_RS
 #undef EFLA_WGMMA_SS
+#undef EFLA_WGMMA_SS_NARROW
 #undef EFLA_WGMMA_SS_WIDE
 
 }  // namespace efla::cuda::sm90

@@ -65,10 +65,11 @@ int64_t checkpoint_bytes(const Problem& problem, const ScanPlan& plan) {
   return 2 * plan.part_slots * s.value_heads * size * int64_t{sizeof(float)};
 }
 
-int64_t scan_workspace(const Problem& problem, const ScanPlan& plan) {
-  return plan.part_tokens == 0
-             ? 0
-             : parts_workspace(problem, plan) + places(problem) * (kSquareBytes + kScalarBytes);
+int64_t scan_workspace(const Problem& problem, const ScanPlan& plan, bool checkpoints) {
+  if (plan.part_tokens == 0) return 0;
+  const int64_t elsewhere = checkpoints ? checkpoint_bytes(problem, plan) : 0;
+  return parts_workspace(problem, plan) - elsewhere +
+         places(problem) * (kSquareBytes + kScalarBytes);
 }
 
 cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void* workspace,
@@ -87,11 +88,13 @@ cudaError_t scan_forward(const ForwardParams& params, const ScanPlan& plan, void
       plan.part_tokens > 0 ? square_dim(s) : std::max(padded_dim(s.value_dim), plan.value_tile);
   float* states = set_parts(args, plan, workspace);
   if (plan.part_tokens > 0) {
+    auto* squares = static_cast<unsigned char*>(workspace) + parts_workspace(p, plan);
     if (params.checkpoints) {
+      args.part_results = static_cast<float*>(workspace);
       args.transitions = static_cast<float*>(params.checkpoints);
       states = args.transitions + checkpoint_bytes(p, plan) / 2 / int64_t{sizeof(float)};
+      squares -= checkpoint_bytes(p, plan);
     }
-    auto* squares = static_cast<unsigned char*>(workspace) + parts_workspace(p, plan);
     a.inverse = squares;
     a.scalars = reinterpret_cast<float*>(squares + places(p) * kSquareBytes);
   }

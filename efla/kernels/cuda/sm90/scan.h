@@ -33,9 +33,10 @@ bool scan_applies(const ForwardParams& params);
 
 ScanPlan plan_scan(const Problem& problem);
 
-/// Bytes of workspace that the split of backward() needs under the plan, and of scan_forward().
+/// Bytes of workspace that the split of backward() needs under the plan, and of scan_forward(), to
+/// which checkpoints are given or not.
 int64_t parts_workspace(const Problem& problem, const ScanPlan& plan);
-int64_t scan_workspace(const Problem& problem, const ScanPlan& plan);
+int64_t scan_workspace(const Problem& problem, const ScanPlan& plan, bool checkpoints = false);
 
 /// Bytes of what scan_forward() can leave for backward() under the plan: the transition of each
 /// part and the state before it. 0 where sequences are not split.
