@@ -6,8 +6,7 @@
 
 namespace efla::cuda::sm90 {
 
-inline constexpr int kPrepareBarrier = 1;  // named barrier of this warpgroup
-inline constexpr int kPitch = kC + 8;      // of the half triangles: ldmatrix without bank conflicts
+inline constexpr int kInvertBarrier = 7;  // named barrier of this warpgroup
 
 // An 8 x 8 block of L_hat on the diagonal, transposed. Two neighbours fall on different banks.
 struct alignas(16) DiagonalBlock {
@@ -17,18 +16,22 @@ struct alignas(16) DiagonalBlock {
 
 // Operands of products are half whatever T is: as precise as TF32. Its range is enough for all
 // steps under which the recurrence itself is stable, for then no element of A_hat is above 2.
-struct Triangles {
+struct LowerTriangle {
   DiagonalBlock diagonal[kC / 8];
-  alignas(16) __half lower[kC][kPitch];    // L_hat below these
-  alignas(16) __half inverse[kC][kPitch];  // A_hat but for its last block of 32
+  alignas(16) __half below[kC][kC + 8];  // L_hat below these; ldmatrix without bank conflicts
+};
+// The two blocks of 32 on the diagonal of A_hat, one above the other.
+struct alignas(16) HalfInverse {
+  __half x[kC][kC / 2 + 8];
 };
 
-__device__ __forceinline__ void sync_prepare() { sync_threads(kPrepareBarrier, kWarpgroup); }
+__device__ __forceinline__ void sync_invert() { sync_threads(kInvertBarrier, kWarpgroup); }
 
 // Two neighbouring elements of a result as an operand.
 __device__ __forceinline__ uint32_t half_pair(float x, float y) { return pack<__half>(x, y); }
 
 // Block (row, column) of 16 x 16 as operand A.
+template <int kPitch>
 __device__ __forceinline__ AFragment<__half> block_operand(const __half (&triangle)[kC][kPitch],
                                                            int row, int column) {
   return load_a<__half>(&triangle[0][0], kPitch, 16 * row, 16 * column);
@@ -70,15 +73,15 @@ __device__ __forceinline__ void solve_block(float (&x)[8], const DiagonalBlock& 
 // blocks of 8, of 16 and of 32, a warp for 8 columns. `before_last` is called ahead of the last of
 // these.
 template <typename T, typename Work>
-__device__ __forceinline__ void invert(Triangles& s, unsigned char* inverse, int thread,
-                                       Work before_last) {
+__device__ __forceinline__ void invert(const LowerTriangle& lower, HalfInverse& half,
+                                       unsigned char* inverse, int thread, Work before_last) {
   const int warp = thread / 32, lane = thread % 32;
   {
     const int row = 16 * warp + lane % 16, column = row / 8 * 8;
     float x[8];
-    solve_block(x, s.diagonal[row / 8], lane);
+    solve_block(x, lower.diagonal[row / 8], lane);
     if (lane < 16) {  // one half of the lanes stores the operand, the other the tile
-      *reinterpret_cast<uint4*>(&s.inverse[row][column]) =
+      *reinterpret_cast<uint4*>(&half.x[row][column % 32]) =
           make_uint4(half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]),
                      half_pair(x[6], x[7]));
     } else {
@@ -88,43 +91,44 @@ __device__ __forceinline__ void invert(Triangles& s, unsigned char* inverse, int
     __syncwarp();
     // In products of 16: L21 and A22 are the lower left and the lower right block of A.
     uint32_t a11[4];
-    ldmatrix_x4_transposed(a11, shared_address(&s.inverse[row][16 * warp]));
-    const uint32_t l21 = block_operand(s.lower, warp, warp).x[1];
-    const uint32_t a22 = block_operand(s.inverse, warp, warp).x[3];
+    ldmatrix_x4_transposed(a11, shared_address(&half.x[row][warp % 2 * 16]));
+    const uint32_t l21 = block_operand(lower.below, warp, warp).x[1];
+    const uint32_t a22 = block_operand(half.x, warp, warp % 2).x[3];
     CFragment c{}, d{};
     mma<__half>(c, AFragment<__half>{{0, l21, 0, 0}}, BFragment<__half>{{a11[0], 0}});
     mma<__half>(d, AFragment<__half>{{0, 0, 0, a22}},
                 BFragment<__half>{{0, transpose(half_pair(c[2], c[3]))}});
     __syncwarp();  // a22 was read beside what is written now
     const int r = 16 * warp + 8 + lane / 4, k = 16 * warp + lane % 4 * 2;
-    *reinterpret_cast<uint32_t*>(&s.inverse[r][k]) = half_pair(-d[2], -d[3]);
+    *reinterpret_cast<uint32_t*>(&half.x[r][k % 32]) = half_pair(-d[2], -d[3]);
     *reinterpret_cast<uint32_t*>(inverse + tile_offset(r, k)) = pack<T>(-d[2], -d[3]);
   }
-  sync_prepare();
+  sync_invert();
   {
     const int first = warp / 2 * 2, column = 16 * first + warp % 2 * 8;  // first block of the pair
     uint32_t a11[4];
-    ldmatrix_x4_transposed(a11, shared_address(&s.inverse[16 * first + lane % 16][column]));
-    const AFragment<__half> l21 = block_operand(s.lower, first + 1, first);
-    const AFragment<__half> a22 = block_operand(s.inverse, first + 1, first + 1);
+    ldmatrix_x4_transposed(a11, shared_address(&half.x[16 * first + lane % 16][warp % 2 * 8]));
+    const AFragment<__half> l21 = block_operand(lower.below, first + 1, first);
+    const AFragment<__half> a22 = block_operand(half.x, first + 1, 1);
     CFragment c{}, d{};
     mma<__half>(c, l21, BFragment<__half>{{a11[0], a11[1]}});
     mma<__half>(d, a22, as_operand(c));
     const int row = 16 * first + 16 + lane / 4;
-    *reinterpret_cast<uint32_t*>(&s.inverse[row][column + lane % 4 * 2]) = half_pair(-d[0], -d[1]);
-    *reinterpret_cast<uint32_t*>(&s.inverse[row + 8][column + lane % 4 * 2]) =
+    *reinterpret_cast<uint32_t*>(&half.x[row][warp % 2 * 8 + lane % 4 * 2]) =
+        half_pair(-d[0], -d[1]);
+    *reinterpret_cast<uint32_t*>(&half.x[row + 8][warp % 2 * 8 + lane % 4 * 2]) =
         half_pair(-d[2], -d[3]);
     store_negated<T>(inverse, d, 16 * first + 16, column, lane);
   }
-  sync_prepare();
+  sync_invert();
   before_last();
   uint32_t a11[4];  // rows 0.. and 16.. of 8 columns
-  ldmatrix_x4_transposed(a11, shared_address(&s.inverse[lane][8 * warp]));
+  ldmatrix_x4_transposed(a11, shared_address(&half.x[lane][8 * warp]));
   const AFragment<__half> l21[2][2] = {
-      {block_operand(s.lower, 2, 0), block_operand(s.lower, 2, 1)},
-      {block_operand(s.lower, 3, 0), block_operand(s.lower, 3, 1)}};
-  const AFragment<__half> a22[3] = {block_operand(s.inverse, 2, 2), block_operand(s.inverse, 3, 2),
-                                    block_operand(s.inverse, 3, 3)};
+      {block_operand(lower.below, 2, 0), block_operand(lower.below, 2, 1)},
+      {block_operand(lower.below, 3, 0), block_operand(lower.below, 3, 1)}};
+  const AFragment<__half> a22[3] = {block_operand(half.x, 2, 0), block_operand(half.x, 3, 0),
+                                    block_operand(half.x, 3, 1)};
   BFragment<__half> product[2];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {

@@ -24,10 +24,17 @@ struct RowFactors {
   alignas(16) float block_gate[4];  // decay over all 16
 };
 
-struct PrepareScratch : Triangles {
-  RowFactors factors[2];                // of this chunk and the next, or the one before
-  float beta[2][kC], log_decay[2][kC];  // of this chunk and the next
+// Chunks take buffers in turn.
+template <int kTriangles>
+struct PrepareScratch {
+  LowerTriangle lower[kTriangles];
+  HalfInverse inverse;
+  RowFactors factors[2];
+  float beta[2][kC], log_decay[2][kC];
 };
+
+inline constexpr int kPrepareBarrier = 1;  // named barrier of this warpgroup
+__device__ __forceinline__ void sync_prepare() { sync_threads(kPrepareBarrier, kWarpgroup); }
 
 __device__ __forceinline__ float2 float_pair(const float (&row)[kC], int i) {
   return *reinterpret_cast<const float2*>(&row[i]);
@@ -47,8 +54,8 @@ __device__ __forceinline__ void copy_async_float(float* shared, const float* glo
 }
 
 // Starts reading a thread's token for the chunk of buffer `to`, ahead of the chunk's tiles.
-template <bool kDecay>
-__device__ __forceinline__ void read_token(const ChunkArgs& a, PrepareScratch& s, int to, int row,
+template <bool kDecay, typename Scratch>
+__device__ __forceinline__ void read_token(const ChunkArgs& a, Scratch& s, int to, int row,
                                            int token, int hv, int thread, bool exists) {
   if (thread < kC) {
     if (!exists) token = 0;  // an address that may be formed
@@ -175,11 +182,11 @@ __device__ __forceinline__ float own_query_square(const unsigned char* q, int co
 
 // The scalars of one chunk, whose tokens were read to buffer j. Long rows of k, and of q where they
 // are normalised, are shortened.
-template <typename T, int kK, bool kDecay, bool kScores>
-__device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareScratch& s,
-                                                   float (&kk)[32], unsigned char* k,
-                                                   unsigned char* q, ChunkScalars& scalars, int j,
-                                                   int tokens, bool normed_queries, int thread) {
+template <typename T, int kK, bool kDecay, bool kScores, typename Scratch>
+__device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, Scratch& s, float (&kk)[32],
+                                                   unsigned char* k, unsigned char* q,
+                                                   ChunkScalars& scalars, int j, int tokens,
+                                                   bool normed_queries, int thread) {
   const int lane = thread % 32, row = own_row(thread);
   const bool writes = lane % 2 == 0;
   RowFactors& f = s.factors[j];
@@ -261,13 +268,13 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, PrepareSc
 
 // L_hat from K K^T, row factor times column factor times D_ti.
 template <bool kDecay>
-__device__ __forceinline__ void store_lower(PrepareScratch& s, const RowFactors& f,
+__device__ __forceinline__ void store_lower(LowerTriangle& s, const RowFactors& f,
                                             const RowScalars& rows, const float (&kk)[32],
                                             int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, t4 = lane % 4 * 2;
   const auto store = [&](int j, int h, float x, float y) {
-    *reinterpret_cast<uint32_t*>(&s.lower[16 * warp + 8 * h + r][8 * j + t4]) = half_pair(x, y);
+    *reinterpret_cast<uint32_t*>(&s.below[16 * warp + 8 * h + r][8 * j + t4]) = half_pair(x, y);
   };
   const GateFactors gates = kDecay ? GateFactors(f.block_gate) : GateFactors();
   // Columns of the 16-token blocks before this warp's own. Factors are read ahead of the writes:

@@ -1,7 +1,7 @@
 // The serial part of the forward on Hopper: one block per (part of a sequence, value head, tile of
 // V). A warpgroup per 64 columns of V holds its rows of the transposed state, S^T [64, K], in float
-// registers for the whole walk; the auxiliary warpgroup prepares chunks ahead (scan_prepare.cuh);
-// two threads feed both through the copy engine. Per chunk of 64 tokens
+// registers for the whole walk; two more warpgroups prepare chunks ahead, one of which also feeds
+// all through the copy engine (scan_prepare.cuh). Per chunk of 64 tokens
 //
 //   R^T = w V^T - e (S^T K^T)        U^T = R^T A_hat^T
 //   O^T = gate_q (S^T Q^T) + U^T P_hat^T
@@ -102,8 +102,6 @@ __device__ __forceinline__ void make_r(uint32_t (&packed)[4][4], const float (&r
   }
 }
 
-inline constexpr int kScoresBarrier = 7;  // all have stored their columns of P_hat^T
-
 // Shortens long rows of a chunk's tiles for threads, the block's first, that go on together.
 template <typename T, int kTiles, int kThreads, int kBarrier, typename... Tiles>
 __device__ __forceinline__ void shorten_rows(Tiles&... tiles) {
@@ -118,7 +116,6 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                                      ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kOutput = Shared::kOutput, kKeep = Shared::kKeep;
-  constexpr bool kMakesScores = kOutput && !Shared::template kMakesScores<kDecay>;
   const ChunkArgs& a = args.common;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
@@ -203,19 +200,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
     const int i = ring.index, j = triangles.index, vi = kKeep ? value_ring.index : i;
-    const ChunkScalars& scalars = s.scalars[j];
-    if constexpr (kMakesScores) {
-      // This warpgroup's columns of P_hat^T, while the auxiliary one inverts.
-      constexpr int kColumns = kC / Shared::kGroups;
-      float kq[kColumns / 2];
-      s.scalars_ready[j].wait(triangles.round);
-      multiply_keys<T, kK, kColumns>(kq, s.k[i][0], s.q[i][0] + group * kColumns * 128);
-      wait_products<0>();
-      pin(kq);
-      store_scores<T, kDecay, kColumns>(s.scratch.factors[j], kq, s.scores[j],
-                                        group * kColumns / 16, thread);
-      fence_async_proxy();
-    }
+    const ChunkScalars& scalars = s.scalars[i];
     s.ready[j].wait(triangles.round);
     if (!kOutput && args.prepared) {  // else prepare() has waited and shortened rows
       s.keys_full[i].wait(ring.round);
@@ -288,7 +273,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
     }
     pin(state);
-    if constexpr (kMakesScores) sync_threads(kScoresBarrier, Shared::kGroups * kWarpgroup);
+    if constexpr (kOutput) s.scores_ready[j].wait(triangles.round);
     fence_products();
     const uint64_t columns = describe_columns(s.k[i], kC * 128);
 #pragma unroll
@@ -368,7 +353,7 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<ScanShared<kK, kV, kWalk>*>(shared_bytes);
   constexpr int kGroups = kV / 64;
-  init_barriers(s, args.prepared);
+  init_barriers<kPreparedHalves<kErase, kDecay, kWalk>>(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const int group = threadIdx.x / kWarpgroup;
   // Each role finds the place for itself: kept across the roles' register limits it would spill.
@@ -377,20 +362,17 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
     const Place p = find_walk<kWalk>(args, kV, values);
     walk<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
   } else if (group == kGroups) {
-    give_registers<kGroups == 2 ? 104 : 152>();
+    give_registers<kGroups == 2 ? (kErase ? 64 : 96) : 152>();
     const Place p = find_walk<kWalk>(args, kV, values);
     if (kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared)) {
       load_prepared<kErase>(args.common, s, p, values);
     } else if constexpr (kWalk != Walk::kAdvance) {
-      prepare<T, kK, kErase, kDecay>(args.common, s, p, values);
+      prepare<T, kK, kV, kErase, kDecay>(args.common, s, p, values);
     }
   } else {
-    give_registers<24>();
+    give_registers<kGroups == 2 ? (kErase ? 64 : 32) : 96>();
     const Place p = find_walk<kWalk>(args, kV, values);
-    if (threadIdx.x % kWarpgroup == 0) {
-      feed_keys<kK>(maps, s, p, kWalk == Walk::kOutput || !args.prepared);
-    }
-    if (threadIdx.x % kWarpgroup == 32 && values) feed_values<kK, kV, kWalk>(maps, s, p);
+    feed_and_invert<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
   }
 }
 

@@ -1,5 +1,5 @@
-// What stands beside the warpgroups of the state in the scan: the auxiliary warpgroup's walk over
-// the chunks, made of prepare.cuh's pieces; what takes its place where chunks have been prepared
+// What stands beside the warpgroups of the state in the scan, made of prepare.cuh's pieces: one
+// that prepares chunks and one that inverts; what takes their place where chunks have been prepared
 // before; and the kernel that prepares them.
 #pragma once
 
@@ -13,128 +13,165 @@ __device__ __forceinline__ void clear_rows(Tiles& tiles, int tokens, int thread)
   if (thread >= tokens && thread < kC) zero_row(tiles[0], kTiles, thread);
 }
 
-// The auxiliary warpgroup. Shared is a ScanShared, or a PrepareShared, which has no walk beside it.
-template <typename T, int kK, bool kErase, bool kDecay, typename Shared>
-__device__ __forceinline__ void prepare(const ChunkArgs& a, Shared& s, const Place& p,
-                                        bool values) {
-  constexpr bool kAlone = Shared::kAlone, kMakesScores = Shared::template kMakesScores<kDecay>;
+template <typename Tiles>
+__device__ __forceinline__ void zero_tiles(Tiles& tiles, int thread) {
+  for (int i = thread; i < static_cast<int>(sizeof(tiles)) / 16; i += kWarpgroup) {
+    reinterpret_cast<uint4*>(&tiles)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// Halves [first, last) of P_hat, 32 columns each, of the chunk in buffers i of k and q and j.
+template <typename T, int kK, bool kDecay, typename Shared>
+__device__ __forceinline__ void make_scores(Shared& s, int i, int j, int first, int last,
+                                            int thread) {
+#pragma unroll 1
+  for (int h = first; h < last; ++h) {
+    float kq[16];
+    multiply_keys<T, kK, 32>(kq, s.k[i][0], s.q[i][0] + h * 32 * 128);
+    wait_products<0>();
+    pin(kq);
+    store_scores<T, kDecay, 32>(s.scratch.factors[j], kq, s.scores[j], 2 * h, thread);
+  }
+  fence_async_proxy();
+}
+
+// The warpgroup that makes a chunk's scalars, L_hat for the one that inverts it, and what
+// falls to it of P_hat.
+template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
+__device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
+                                        const Place& p, bool values) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
-  // Above the diagonal the triangles stay zero.
-  for (int i = thread; i < static_cast<int>(sizeof(s.scratch.inverse)) / 16; i += kWarpgroup) {
-    reinterpret_cast<uint4*>(s.scratch.inverse)[i] = make_uint4(0, 0, 0, 0);
-  }
-  for (int i = thread; i < static_cast<int>(sizeof(s.inverse)) / 16; i += kWarpgroup) {
-    reinterpret_cast<uint4*>(s.inverse)[i] = make_uint4(0, 0, 0, 0);
-  }
-  for (int i = thread; i < static_cast<int>(sizeof(s.scores)) / 16; i += kWarpgroup) {
-    reinterpret_cast<uint4*>(s.scores)[i] = make_uint4(0, 0, 0, 0);
-  }
+  zero_tiles(s.scores, thread);  // below the diagonal they stay zero
   Ring<Shared::kStages> ring;
   Ring<2> out;
   const int row = static_cast<int>(p.row), hv = p.hv;
   int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
   int chunk = 0;  // for kKeep
   read_token<kDecay>(a, s.scratch, 0, row, token + thread, hv, thread, thread < left);
-  float kk[32];
-  // Starts K K^T of the ring's chunk.
-  const auto start = [&](int tokens) {
-    unsigned char* k = s.k[ring.index][0];
-    s.keys_full[ring.index].wait(ring.round);
-    if (tokens < kC) {
-      clear_rows<kK / 64>(s.k[ring.index], tokens, thread);
-      if (Shared::kScores) clear_rows<kK / 64>(s.q[ring.index], tokens, thread);
-      fence_async_proxy();
-      sync_prepare();
-    }
-    multiply_keys<T, kK>(kk, k, k);
-  };
-  if (left > 0) {
-    start(min(kC, left));
-    wait_copies<0>();
-    wait_products<0>();
-    pin(kk);
-  }
-  sync_prepare();
 #pragma unroll 1
   while (left > 0) {
     // Or the addresses of all that follows are kept across chunks, and spill.
     hide_index<kWarpgroup>(thread);
-    const int i = ring.index, j = out.index, square = j % Shared::kSquares;
+    const int i = ring.index, j = out.index;
     const int tokens = min(kC, left);
     left -= kC;
     token += kC;
-    if constexpr (kAlone) {
-      if (thread == 0) wait_stores_read<0>();  // all know behind make_scalars' barrier
-    } else {
-      s.triangles_free[j].wait(out.round ^ 1);
-      if (values && tokens < kC) {
+    unsigned char *k = s.k[i][0], *q = s.q[i][0];
+    wait_copies<0>();
+    s.keys_full[i].wait(ring.round);
+    if (tokens < kC) {
+      clear_rows<kK / 64>(s.k[i], tokens, thread);
+      clear_rows<kK / 64>(s.q[i], tokens, thread);
+      if (values) {
+        s.triangles_free[j].wait(out.round ^ 1);  // or v's buffer could be two rounds behind
         const int n = Shared::kKeep ? chunk % 2 : i;
         s.values_full[n].wait(Shared::kKeep ? chunk / 2 & 1 : ring.round);
         clear_rows<Shared::kGroups>(s.v[n], tokens, thread);
       }
+      fence_async_proxy();
     }
-    unsigned char* k = s.k[i][0];
-    unsigned char* q = s.q[Shared::kScores ? i : 0][0];
-    const RowScalars rows = make_scalars<T, kK, kDecay, Shared::kScores>(
-        a, s.scratch, kk, k, q, s.scalars[square], j, tokens,
-        Shared::kScores && a.qk_l2norm && (!kAlone || a.scores), thread);
-    if constexpr (Shared::kScores && !kMakesScores) s.scalars_ready[j].arrive();
-    float kq[32];
-    if constexpr (kMakesScores && !kAlone) multiply_keys<T, kK>(kq, k, q);
-    // For the warps with the least of L_hat.
-    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
-    if constexpr (kErase) store_lower<kDecay>(s.scratch, s.scratch.factors[j], rows, kk, thread);
-    if constexpr (kAlone) {
-      if (a.scores) {
-        multiply_keys<T, kK>(kq, k, q);
-        wait_products<0>();
-        pin(kq);
-        store_scores<T, kDecay, kC>(s.scratch.factors[j], kq, s.scores[square], 0, thread);
-      }
-      arrive_warp(s.keys_free[i]);
-    } else if constexpr (kMakesScores) {
-      wait_products<0>();
-      pin(kq);
-      store_scores<T, kDecay, kC>(s.scratch.factors[j], kq, s.scores[square], 0, thread);
-    }
-    ring.advance();
-    wait_copies<0>();  // the next chunk's tokens are there behind the barrier
+    if (Shared::kKeep && thread == 0) wait_stores_read<1>();  // the buffers of two chunks ago
     sync_prepare();
-    // The next chunk's K K^T runs while the rest of this one is made.
-    const auto begin_next = [&] {
-      if (left > 0) start(min(kC, left));
-    };
+    float kk[32];
+    multiply_keys<T, kK>(kk, k, k);
+    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
+    wait_products<0>();
+    pin(kk);
+    if constexpr (kErase) s.lower_free[j].wait(out.round ^ 1);
+    const RowScalars rows = make_scalars<T, kK, kDecay, true>(a, s.scratch, kk, k, q, s.scalars[i],
+                                                              j, tokens, a.qk_l2norm, thread);
     if constexpr (kErase) {
-      invert<T>(s.scratch, s.inverse[square], thread, begin_next);
-    } else {
-      begin_next();
+      store_lower<kDecay>(s.scratch.lower[j], s.scratch.factors[j], rows, kk, thread);
+      s.lower_full[j].arrive();
     }
-    fence_async_proxy();
-    if constexpr (!kAlone) s.ready[j].arrive();
+    // kKeep's walk takes no scores: it may be done with this chunk by now.
+    if constexpr ((Shared::kOutput && kHalves > 0) || !kErase) {
+      s.triangles_free[j].wait(out.round ^ 1);
+    }
+    if constexpr (!kErase) s.ready[j].arrive();
+    make_scores<T, kK, kDecay>(s, i, j, 0, kHalves, thread);
+    arrive_warp(s.keys_free[i]);
     if constexpr (Shared::kKeep) {
-      if (thread == 0) wait_stores_read<0>();  // those of the chunk before, whose buffers are next
       sync_prepare();
       if (thread == 0) {
-        constexpr int kTile = Shared::kTile;
         const int64_t place = workspace_place(a, p, chunk);
-        if (kErase) {
-          store_bytes(static_cast<unsigned char*>(a.inverse) + place * kTile, s.inverse[square],
-                      kTile);
-        }
-        if (!kAlone || a.scores) {
-          store_bytes(static_cast<unsigned char*>(a.scores) + place * kTile, s.scores[square],
-                      kTile);
-        }
-        store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[square], sizeof(ChunkScalars));
+        store_bytes(static_cast<unsigned char*>(a.scores) + place * Shared::kTile, s.scores[j],
+                    Shared::kTile);
+        store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[i], sizeof(ChunkScalars));
         commit_stores();
       }
       ++chunk;
+    } else if constexpr (kHalves > 0) {
+      arrive_warp(s.scores_ready[j]);
     }
+    ring.advance();
     out.advance();
-    wait_products<0>();  // the compiler keeps no products in flight across iterations
-    pin(kk);
   }
   if (Shared::kKeep && thread == 0) wait_stores<0>();
+}
+
+// The warpgroup that feeds, k and q from its first warp and v from its second, and inverts what
+// prepare() leaves, if it does; then it makes the rest of P_hat.
+template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
+__device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const ScanArgs& args,
+                                                ScanShared<kK, kV, kWalk>& s, const Place& p,
+                                                bool values) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
+  const ChunkArgs& a = args.common;
+  int thread = threadIdx.x % kWarpgroup;
+  const int chunks = chunks_of(p);
+  const bool feeds_keys = thread == 0, feeds_values = thread == 32 && values;
+  KeyFeeder<kK, Shared> keys(maps, s, p, Shared::kScores && !args.prepared);
+  ValueFeeder<kK, kV, kWalk> v(maps, s, p);
+  if (!Shared::kScores || args.prepared || !kErase) {
+    while (feeds_keys && keys.left > 0) keys.feed();
+    while (feeds_values && v.left > 0) v.feed();
+    return;
+  }
+  if constexpr (Shared::kScores && kErase) {
+    for (int i = 0; i < Shared::kStages && feeds_keys; ++i) keys.feed();
+    for (int i = 0; i < Shared::kValueStages && feeds_values; ++i) v.feed();
+    __syncwarp();
+    zero_tiles(s.scratch.inverse, thread);  // above the diagonal they stay zero
+    zero_tiles(s.inverse, thread);
+    Ring<Shared::kStages> ring;
+    Ring<2> triangles;
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c) {
+      hide_index<kWarpgroup>(thread);
+      const int i = ring.index, j = triangles.index;
+      if (c > 1 && feeds_keys) keys.feed();
+      if (c >= Shared::kValueStages && feeds_values) v.feed();
+      s.triangles_free[j].wait(triangles.round ^ 1);
+      s.lower_full[j].wait(triangles.round);
+      sync_invert();  // the chunk before is done in all warps
+      invert<T>(s.scratch.lower[j], s.scratch.inverse, s.inverse[j], thread, [] {});
+      fence_async_proxy();
+      s.ready[j].arrive();
+      if constexpr (kHalves < 2) {
+        make_scores<T, kK, kDecay>(s, i, j, kHalves, 2, thread);
+        arrive_warp(s.scores_ready[j]);
+        arrive_warp(s.keys_free[i]);
+      }
+      arrive_warp(s.lower_free[j]);  // and the factors
+      if constexpr (Shared::kKeep) {
+        if (thread == 0) wait_stores_read<0>();  // that of the chunk before, whose buffer is next
+        sync_invert();
+        if (thread == 0) {
+          store_bytes(
+              static_cast<unsigned char*>(a.inverse) + workspace_place(a, p, c) * Shared::kTile,
+              s.inverse[j], Shared::kTile);
+          commit_stores();
+        }
+      }
+      ring.advance();
+      triangles.advance();
+    }
+    if (Shared::kKeep && thread == 0) wait_stores<0>();
+  }
 }
 
 // In its place where the chunks have been prepared: brings in what a walk without output needs.
@@ -154,7 +191,8 @@ __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK,
       load_bytes(s.inverse[c % 2], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile,
                  full);
     }
-    load_bytes(&s.scalars[c % 2], a.scalars + place * kScalarRows * kC, sizeof(ChunkScalars), full);
+    load_bytes(&s.scalars[c % Shared::kStages], a.scalars + place * kScalarRows * kC,
+               sizeof(ChunkScalars), full);
   };
   const int whole = chunks > 0 ? static_cast<int>(p.tokens / kC) : 0;
   if (thread == 0) {
@@ -180,6 +218,96 @@ __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK,
 
 inline constexpr int kPrepareThreads = kWarpgroup + 32;
 
+// All of it by one warpgroup, chunk after chunk, to the workspace.
+template <typename T, int kK, bool kErase, bool kDecay>
+__device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK>& s,
+                                            const Place& p) {
+  int thread = threadIdx.x % kWarpgroup;
+  zero_tiles(s.scratch.inverse, thread);
+  zero_tiles(s.inverse, thread);
+  zero_tiles(s.scores, thread);
+  Ring<PrepareShared<kK>::kStages> ring;
+  const int row = static_cast<int>(p.row), hv = p.hv;
+  int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
+  int chunk = 0;
+  read_token<kDecay>(a, s.scratch, 0, row, token + thread, hv, thread, thread < left);
+  float kk[32];
+  // Starts K K^T of the ring's chunk.
+  const auto start = [&](int tokens) {
+    unsigned char* k = s.k[ring.index][0];
+    s.keys_full[ring.index].wait(ring.round);
+    if (tokens < kC) {
+      clear_rows<kK / 64>(s.k[ring.index], tokens, thread);
+      clear_rows<kK / 64>(s.q[ring.index], tokens, thread);
+      fence_async_proxy();
+      sync_prepare();
+    }
+    multiply_keys<T, kK>(kk, k, k);
+  };
+  if (left > 0) {
+    start(min(kC, left));
+    wait_copies<0>();
+    wait_products<0>();
+    pin(kk);
+  }
+  sync_prepare();
+#pragma unroll 1
+  while (left > 0) {
+    hide_index<kWarpgroup>(thread);  // as in prepare()
+    const int i = ring.index, j = chunk % 2;
+    const int tokens = min(kC, left);
+    left -= kC;
+    token += kC;
+    if (thread == 0) wait_stores_read<0>();  // all know behind make_scalars' barrier
+    unsigned char *k = s.k[i][0], *q = s.q[i][0];
+    const RowScalars rows = make_scalars<T, kK, kDecay, true>(
+        a, s.scratch, kk, k, q, s.scalars, j, tokens, a.qk_l2norm && a.scores, thread);
+    // For the warps with the least of L_hat.
+    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
+    if constexpr (kErase) {
+      store_lower<kDecay>(s.scratch.lower[0], s.scratch.factors[j], rows, kk, thread);
+    }
+    if (a.scores) {
+      float kq[32];
+      multiply_keys<T, kK>(kq, k, q);
+      wait_products<0>();
+      pin(kq);
+      store_scores<T, kDecay, kC>(s.scratch.factors[j], kq, s.scores, 0, thread);
+    }
+    arrive_warp(s.keys_free[i]);
+    ring.advance();
+    wait_copies<0>();  // the next chunk's tokens are there behind the barrier
+    sync_prepare();
+    // The next chunk's K K^T runs while the rest of this one is made.
+    const auto begin_next = [&] {
+      if (left > 0) start(min(kC, left));
+    };
+    if constexpr (kErase) {
+      invert<T>(s.scratch.lower[0], s.scratch.inverse, s.inverse, thread, begin_next);
+    } else {
+      begin_next();
+    }
+    fence_async_proxy();
+    sync_prepare();
+    if (thread == 0) {
+      constexpr int kTile = PrepareShared<kK>::kTile;
+      const int64_t place = workspace_place(a, p, chunk);
+      if (kErase) {
+        store_bytes(static_cast<unsigned char*>(a.inverse) + place * kTile, s.inverse, kTile);
+      }
+      if (a.scores) {
+        store_bytes(static_cast<unsigned char*>(a.scores) + place * kTile, s.scores, kTile);
+      }
+      store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars, sizeof(ChunkScalars));
+      commit_stores();
+    }
+    ++chunk;
+    wait_products<0>();  // the compiler keeps no products in flight across iterations
+    pin(kk);
+  }
+  if (thread == 0) wait_stores<0>();
+}
+
 // Prepares chunks for walks that follow: what they need twice or more is then made once, and not in
 // turn with the states. args.part_tokens are those of a block, `part_tokens` those of the walks'
 // parts, the last of which without scores (that is, for the forward) needs nothing.
@@ -201,9 +329,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   const int64_t tokens = a.cu_seqlens ? a.cu_seqlens[p.sequence + 1] - first : a.tokens;
   if (!a.scores && p.begin - first >= (tokens - 1) / part_tokens * part_tokens) return;
   if (threadIdx.x < kWarpgroup) {
-    prepare<T, kK, kErase, kDecay>(args.common, s, p, false);
+    prepare_all<T, kK, kErase, kDecay>(args.common, s, p);
   } else if (threadIdx.x == kWarpgroup) {
-    feed_keys<kK>(maps, s, p, a.scores != nullptr);
+    KeyFeeder<kK, PrepareShared<kK>> keys(maps, s, p, a.scores != nullptr);
+    while (keys.left > 0) keys.feed();
   }
 }
 

@@ -19,13 +19,7 @@ struct ScanShared {
   static constexpr int kStages = 3;
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
   static constexpr bool kScores = kOutput || kKeep;
-  // Whether the auxiliary warpgroup makes P_hat; else those of the state do. With decay it has the
-  // longer chain by far (4 x 8192 tokens, 32 heads: 0.47 ms for 0.50), without 0.37 and 0.39.
-  template <bool kDecay>
-  static constexpr bool kMakesScores = kKeep || (kOutput && !kDecay);
   static constexpr int kValueStages = kKeep ? 2 : 3;
-  static constexpr int kSquares = 2;     // buffers of what the auxiliary warpgroup makes
-  static constexpr bool kAlone = false;  // it has no walk to work for
 
   unsigned char k[kStages][kK / 64][kTile];
   unsigned char q[kScores ? kStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
@@ -33,27 +27,25 @@ struct ScanShared {
   unsigned char kept[kKeep ? kGroups : 1][kKeep ? kK / 64 : 1][kKeep ? kTile : 1024];  // S^T
   unsigned char inverse[2][kTile];
   unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
-  PrepareScratch scratch;
-  ChunkScalars scalars[2];
-  Barrier keys_full[kStages], keys_free[kStages];                // k and q
+  PrepareScratch<2> scratch;
+  ChunkScalars scalars[kStages];
+  Barrier keys_full[kStages], keys_free[kStages];                // k and q; scalars
   Barrier values_full[kValueStages], values_free[kValueStages];  // v
-  Barrier ready[2], triangles_free[2];                           // inverse, scores, scalars
-  Barrier scalars_ready[2];  // scalars and factors, ahead of the rest
+  Barrier lower_full[2], lower_free[2];                          // L_hat
+  Barrier ready[2], scores_ready[2], triangles_free[2];          // inverse and scalars, scores
 };
 
 // Of the auxiliary warpgroup alone, which prepares chunks for several walks (prepare_kernel).
 template <int kK>
 struct PrepareShared {
   static constexpr int kTile = kC * 128;
-  static constexpr int kStages = 2, kSquares = 1;
-  static constexpr bool kScores = true, kKeep = true, kAlone = true;
-  template <bool kDecay>
-  static constexpr bool kMakesScores = true;
+  static constexpr int kStages = 2;
+  static constexpr bool kScores = true;
 
   unsigned char k[kStages][kK / 64][kTile], q[kStages][kK / 64][kTile];
-  unsigned char inverse[1][kTile], scores[1][kTile];
-  PrepareScratch scratch;
-  ChunkScalars scalars[1];
+  unsigned char inverse[kTile], scores[kTile];
+  PrepareScratch<1> scratch;
+  ChunkScalars scalars;
   Barrier keys_full[kStages], keys_free[kStages];
 };
 
@@ -73,65 +65,102 @@ struct Ring {
   }
 };
 
-template <typename Shared>
+// Of P_hat's two halves of 32 columns, how many the warpgroup makes that prepares chunks; the one
+// that inverts makes the others.
+template <bool kErase, bool kDecay, Walk kWalk>
+inline constexpr int kPreparedHalves = kErase&& kWalk == Walk::kOutput ? (kDecay ? 0 : 1) : 2;
+
+template <int kHalves, typename Shared>
 __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   if (threadIdx.x == 0) {
+    const int walkers = 4 * Shared::kGroups;  // warps
+    const int makers = Shared::kScores && !prepared ? 4 * (kHalves < 2 ? 2 : 1) : 0;
     for (int i = 0; i < Shared::kStages; ++i) {
       s.keys_full[i].init(1);
-      s.keys_free[i].init(4 * Shared::kGroups);
+      s.keys_free[i].init(walkers + makers);
     }
     for (int i = 0; i < Shared::kValueStages; ++i) {
       s.values_full[i].init(1);
-      s.values_free[i].init(Shared::kScores ? Shared::kGroups : 4 * Shared::kGroups);
+      s.values_free[i].init(Shared::kScores ? Shared::kGroups : walkers);
     }
     for (int i = 0; i < 2; ++i) {
+      s.lower_full[i].init(kWarpgroup);
+      s.lower_free[i].init(4);
       s.ready[i].init(prepared ? 1 : kWarpgroup);
-      s.scalars_ready[i].init(kWarpgroup);
-      s.triangles_free[i].init(4 * Shared::kGroups);
+      s.scores_ready[i].init((kHalves > 0) * 4 + (kHalves < 2) * 4);
+      s.triangles_free[i].init(walkers);
     }
     fence_barrier_init();
   }
   __syncthreads();
 }
 
-// The thread that feeds k and, where they are wanted, queries.
+// Of the thread that feeds k and, where they are wanted, queries.
 template <int kK, typename Shared>
-__device__ __forceinline__ void feed_keys(const ScanMaps& maps, Shared& s, const Place& p,
-                                          bool queries) {
-  const int bytes = (queries ? 2 : 1) * kK * kC * 2;
-  const int chunks = chunks_of(p), row = static_cast<int>(p.row);
-  int token = static_cast<int>(p.begin);
-  Ring<Shared::kStages> ring;
-  for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
+struct KeyFeeder {
+  const ScanMaps& maps;
+  Shared& s;
+  int token, hk, row, left;  // left: chunks
+  bool queries;
+  Ring<Shared::kStages> ring = {};
+
+  __device__ __forceinline__ KeyFeeder(const ScanMaps& maps, Shared& s, const Place& p,
+                                       bool queries)
+      : maps(maps),
+        s(s),
+        token(static_cast<int>(p.begin)),
+        hk(p.hk),
+        row(static_cast<int>(p.row)),
+        left(chunks_of(p)),
+        queries(queries) {}
+
+  // The next chunk, if there is one, once there is room for it.
+  __device__ __forceinline__ void feed() {
+    if (--left < 0) return;
     const int i = ring.index;
     s.keys_free[i].wait(ring.round ^ 1);
-    s.keys_full[i].arrive_expecting(bytes);
+    s.keys_full[i].arrive_expecting((queries ? 2 : 1) * kK * kC * 2);
     for (int j = 0; j < kK / 64; ++j) {
-      load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, p.hk, token, row);
+      load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, hk, token, row);
       if (Shared::kScores && queries) {
-        load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, p.hk, token, row);
+        load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, hk, token, row);
       }
     }
+    token += kC;
+    ring.advance();
   }
-}
+};
 
-// The thread that feeds v: another, for v's buffers are free later than those of k and q.
+// Of the thread that feeds v: another, for v's buffers are free later than those of k and q.
 template <int kK, int kV, Walk kWalk>
-__device__ __forceinline__ void feed_values(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
-                                            const Place& p) {
+struct ValueFeeder {
   using Shared = ScanShared<kK, kV, kWalk>;
-  const int chunks = chunks_of(p), row = static_cast<int>(p.row);
-  int token = static_cast<int>(p.begin);
-  Ring<Shared::kValueStages> ring;
-  for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
+  const ScanMaps& maps;
+  Shared& s;
+  int token, hv, row, column0, left;
+  Ring<Shared::kValueStages> ring = {};
+
+  __device__ __forceinline__ ValueFeeder(const ScanMaps& maps, Shared& s, const Place& p)
+      : maps(maps),
+        s(s),
+        token(static_cast<int>(p.begin)),
+        hv(p.hv),
+        row(static_cast<int>(p.row)),
+        column0(p.column0),
+        left(chunks_of(p)) {}
+
+  __device__ __forceinline__ void feed() {
+    if (--left < 0) return;
     const int i = ring.index;
     s.values_free[i].wait(ring.round ^ 1);
     s.values_full[i].arrive_expecting(kV * kC * 2);
     for (int j = 0; j < kV / 64; ++j) {
-      load_box(s.v[i][j], maps.v, s.values_full[i], p.column0 + 64 * j, p.hv, token, row);
+      load_box(s.v[i][j], maps.v, s.values_full[i], column0 + 64 * j, hv, token, row);
     }
+    token += kC;
+    ring.advance();
   }
-}
+};
 
 // Where the backward's workspaces hold chunk `chunk` of a place. Tiles lie there as in shared
 // memory.
