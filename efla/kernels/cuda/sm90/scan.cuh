@@ -1,7 +1,7 @@
 // The serial part of the forward on Hopper: one block per (part of a sequence, value head, tile of
 // V). A warpgroup per 64 columns of V holds its rows of the transposed state, S^T [64, K], in float
-// registers for the whole walk; two more warpgroups prepare chunks ahead, one of which also feeds
-// all through the copy engine (scan_prepare.cuh). Per chunk of 64 tokens
+// registers for the whole walk; two more warpgroups prepare chunks ahead (scan_prepare.cuh), and a
+// thread feeds all through the copy engine. Per chunk of 64 tokens
 //
 //   R^T = w V^T - e (S^T K^T)        U^T = R^T A_hat^T
 //   O^T = gate_q (S^T Q^T) + U^T P_hat^T
@@ -166,7 +166,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                   static_cast<int>(p.row));
         commit_stores();
         wait_stores_read<1>();
-        if (c > 0) s.values_free[i == 0 ? Shared::kStages - 1 : i - 1].arrive();
+        if (c > 0) s.values_free[i == 0 ? Shared::kValueStages - 1 : i - 1].arrive();
       }
     } else {
       T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +
@@ -193,17 +193,17 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
   };
 
-  Ring<Shared::kStages> ring;
-  Ring<Shared::kValueStages> value_ring;
-  Ring<2> triangles;
+  ChunkCount n;
   int previous = 0;  // buffer of v of the chunk before
 #pragma unroll 1
-  for (int c = 0; c < chunks; ++c) {
-    const int i = ring.index, j = triangles.index, vi = kKeep ? value_ring.index : i;
+  for (; n.chunk < chunks; n.advance()) {
+    const int c = n.chunk, i = n.buffer<Shared::kStages>(), j = n.buffer<2>();
+    const int vi = n.buffer<Shared::kValueStages>();  // and, with kOutput, of q
+    const uint32_t value_round = n.round<Shared::kValueStages>();
     const ChunkScalars& scalars = s.scalars[i];
-    s.ready[j].wait(triangles.round);
+    s.ready[j].wait(n.round<2>());
     if (!kOutput && args.prepared) {  // else prepare() has waited and shortened rows
-      s.keys_full[i].wait(ring.round);
+      s.keys_full[i].wait(n.round<Shared::kStages>());
       if (kIsBfloat16<T> && scalars.whole.long_rows) {
         shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[i]);
       }
@@ -221,13 +221,14 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
     if constexpr (kOutput) {
       if (c > 0) round_output(previous);  // while the product runs
+      s.queries_full[vi].wait(value_round);
       fence_products();
-      multiply_state<T, kK>(o, packed, s.q[i]);
+      multiply_state<T, kK>(o, packed, s.q[vi]);
       if (c > 0) send_output(c - 1, previous);
     }
     wait_products<0>();
     pin(r);
-    if (values) s.values_full[vi].wait(kKeep ? value_ring.round : ring.round);
+    if (values) s.values_full[vi].wait(value_round);
     uint32_t u[4][4];
     make_r<T>(u, r, shared_address(s.v[vi][group]) + lane_offset, scalars, values);
     if constexpr (kErase) {
@@ -273,7 +274,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
     }
     pin(state);
-    if constexpr (kOutput) s.scores_ready[j].wait(triangles.round);
+    if constexpr (kOutput) s.scores_ready[j].wait(n.round<2>());
     fence_products();
     const uint64_t columns = describe_columns(s.k[i], kC * 128);
 #pragma unroll
@@ -305,6 +306,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     __syncwarp();
     if (lane == 0) {
       s.keys_free[i].arrive();
+      if (kOutput) s.queries_free[vi].arrive();
       s.triangles_free[j].arrive();
       if (!Shared::kScores && values) s.values_free[vi].arrive();
     }
@@ -312,10 +314,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       wait_stores_read<0>();
       s.values_free[vi].arrive();
     }
-    previous = i;
-    ring.advance();
-    if constexpr (kKeep) value_ring.advance();
-    triangles.advance();
+    previous = vi;
   }
   if constexpr (kOutput) {
     if (chunks > 0) {
@@ -345,7 +344,7 @@ __device__ __forceinline__ Place find_walk(const ScanArgs& args, int tile_column
 }
 
 template <int kV>
-inline constexpr int kScanThreads = (kV / 64 + 2) * kWarpgroup;
+inline constexpr int kScanThreads = (kV / 64 + 2) * kWarpgroup + 32;
 
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __global__ void __launch_bounds__(kScanThreads<kV>, 1)
@@ -353,26 +352,38 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<ScanShared<kK, kV, kWalk>*>(shared_bytes);
   constexpr int kGroups = kV / 64;
+  constexpr bool kWide = kGroups == 2;
+  // Registers of the warpgroup that prepares; wide, it shares 120 with the one that inverts.
+  constexpr int kPrepare = !kWide ? 152 : !kErase ? 96 : kWalk == Walk::kKeep ? 88 : 64;
   init_barriers<kPreparedHalves<kErase, kDecay, kWalk>>(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
+  const bool prepared = kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared);
   const int group = threadIdx.x / kWarpgroup;
   // Each role finds the place for itself: kept across the roles' register limits it would spill.
   if (group < kGroups) {
-    take_registers<kGroups == 2 ? 192 : 232>();
+    take_registers<kWide ? 192 : 232>();
     const Place p = find_walk<kWalk>(args, kV, values);
     walk<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
   } else if (group == kGroups) {
-    give_registers<kGroups == 2 ? (kErase ? 64 : 96) : 152>();
+    give_registers<kPrepare>();
     const Place p = find_walk<kWalk>(args, kV, values);
-    if (kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared)) {
+    if (prepared) {
       load_prepared<kErase>(args.common, s, p, values);
     } else if constexpr (kWalk != Walk::kAdvance) {
       prepare<T, kK, kV, kErase, kDecay>(args.common, s, p, values);
     }
+  } else if (group == kGroups + 1) {
+    give_registers<kWide ? 120 - kPrepare : 96>();
+    if constexpr (kErase && kWalk != Walk::kAdvance) {
+      if (prepared) return;
+      const Place p = find_walk<kWalk>(args, kV, values);
+      invert_all<T, kK, kV, kErase, kDecay>(args.common, s, p);
+    }
   } else {
-    give_registers<kGroups == 2 ? (kErase ? 64 : 32) : 96>();
+    give_registers<24>();
+    if (threadIdx.x % 32 != 0) return;
     const Place p = find_walk<kWalk>(args, kV, values);
-    feed_and_invert<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
+    feed(maps, args, s, p, values);
   }
 }
 

@@ -16,20 +16,21 @@ template <int kK, int kV, Walk kWalk>
 struct ScanShared {
   static constexpr int kGroups = kV / 64;
   static constexpr int kTile = kC * 128;
-  static constexpr int kStages = 3;
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
+  static constexpr int kStages = kOutput ? 4 : 3;  // of k: what makes A_hat begins with it
   static constexpr bool kScores = kOutput || kKeep;
-  static constexpr int kValueStages = kKeep ? 2 : 3;
+  static constexpr int kQueryStages = kScores ? 3 : 1, kValueStages = kKeep ? 2 : 3;
 
   unsigned char k[kStages][kK / 64][kTile];
-  unsigned char q[kScores ? kStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
+  unsigned char q[kQueryStages][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
   unsigned char v[kValueStages][kGroups][kTile];  // later o or U
   unsigned char kept[kKeep ? kGroups : 1][kKeep ? kK / 64 : 1][kKeep ? kTile : 1024];  // S^T
   unsigned char inverse[2][kTile];
   unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
   PrepareScratch<2> scratch;
   ChunkScalars scalars[kStages];
-  Barrier keys_full[kStages], keys_free[kStages];                // k and q; scalars
+  Barrier keys_full[kStages], keys_free[kStages];  // k; scalars
+  Barrier queries_full[kQueryStages], queries_free[kQueryStages];
   Barrier values_full[kValueStages], values_free[kValueStages];  // v
   Barrier lower_full[2], lower_free[2];                          // L_hat
   Barrier ready[2], scores_ready[2], triangles_free[2];          // inverse and scalars, scores
@@ -65,6 +66,26 @@ struct Ring {
   }
 };
 
+// Chunks take the buffers of rings of 2, 3 or 4 in turn; this counts them for all of these. Of a
+// ring of kSize: the chunk's buffer, and the parity of its round there.
+struct ChunkCount {
+  int chunk = 0;
+  Ring<3> thirds = {};
+
+  template <int kSize>
+  __device__ __forceinline__ int buffer() const {
+    return kSize == 3 ? thirds.index : chunk % kSize;
+  }
+  template <int kSize>
+  __device__ __forceinline__ uint32_t round() const {
+    return kSize == 3 ? thirds.round : chunk / kSize & 1;
+  }
+  __device__ __forceinline__ void advance() {
+    ++chunk;
+    thirds.advance();
+  }
+};
+
 // Of P_hat's two halves of 32 columns, how many the warpgroup makes that prepares chunks; the one
 // that inverts makes the others.
 template <bool kErase, bool kDecay, Walk kWalk>
@@ -78,6 +99,10 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
     for (int i = 0; i < Shared::kStages; ++i) {
       s.keys_full[i].init(1);
       s.keys_free[i].init(walkers + makers);
+    }
+    for (int i = 0; i < Shared::kQueryStages; ++i) {
+      s.queries_full[i].init(1);
+      s.queries_free[i].init((Shared::kOutput ? walkers : 0) + 4 * ((kHalves > 0) + (kHalves < 2)));
     }
     for (int i = 0; i < Shared::kValueStages; ++i) {
       s.values_full[i].init(1);
@@ -95,72 +120,71 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   __syncthreads();
 }
 
-// Of the thread that feeds k and, where they are wanted, queries.
-template <int kK, typename Shared>
-struct KeyFeeder {
-  const ScanMaps& maps;
-  Shared& s;
-  int token, hk, row, left;  // left: chunks
-  bool queries;
-  Ring<Shared::kStages> ring = {};
+// Brings in the chunks of one tensor, one after the other.
+template <int kBoxes, int kStages>
+struct Feeder {
+  using Tile = unsigned char[kBoxes][kC * 128];
+  const CUtensorMap& map;
+  Tile* tiles;
+  Barrier *full, *free;
+  int column, head, token, row, left;  // left: chunks
+  Ring<kStages> ring = {};
 
-  __device__ __forceinline__ KeyFeeder(const ScanMaps& maps, Shared& s, const Place& p,
-                                       bool queries)
-      : maps(maps),
-        s(s),
+  __device__ __forceinline__ Feeder(const CUtensorMap& map, Tile* tiles, Barrier* full,
+                                    Barrier* free, const Place& p, int column, int head, bool any)
+      : map(map),
+        tiles(tiles),
+        full(full),
+        free(free),
+        column(column),
+        head(head),
         token(static_cast<int>(p.begin)),
-        hk(p.hk),
         row(static_cast<int>(p.row)),
-        left(chunks_of(p)),
-        queries(queries) {}
+        left(any ? chunks_of(p) : 0) {}
 
   // The next chunk, if there is one, once there is room for it.
   __device__ __forceinline__ void feed() {
-    if (--left < 0) return;
+    if (left == 0) return;
     const int i = ring.index;
-    s.keys_free[i].wait(ring.round ^ 1);
-    s.keys_full[i].arrive_expecting((queries ? 2 : 1) * kK * kC * 2);
-    for (int j = 0; j < kK / 64; ++j) {
-      load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, hk, token, row);
-      if (Shared::kScores && queries) {
-        load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, hk, token, row);
-      }
+    free[i].wait(ring.round ^ 1);
+    full[i].arrive_expecting(kBoxes * kC * 128);
+    for (int j = 0; j < kBoxes; ++j) {
+      load_box(tiles[i][j], map, full[i], column + 64 * j, head, token, row);
     }
+    --left;
     token += kC;
     ring.advance();
   }
 };
 
-// Of the thread that feeds v: another, for v's buffers are free later than those of k and q.
+// The thread that feeds a walk, each tensor as early as there is room: in this order the walk gives
+// back what it has read.
 template <int kK, int kV, Walk kWalk>
-struct ValueFeeder {
+__device__ __forceinline__ void feed(const ScanMaps& maps, const ScanArgs& args,
+                                     ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  const ScanMaps& maps;
-  Shared& s;
-  int token, hv, row, column0, left;
-  Ring<Shared::kValueStages> ring = {};
-
-  __device__ __forceinline__ ValueFeeder(const ScanMaps& maps, Shared& s, const Place& p)
-      : maps(maps),
-        s(s),
-        token(static_cast<int>(p.begin)),
-        hv(p.hv),
-        row(static_cast<int>(p.row)),
-        column0(p.column0),
-        left(chunks_of(p)) {}
-
-  __device__ __forceinline__ void feed() {
-    if (--left < 0) return;
-    const int i = ring.index;
-    s.values_free[i].wait(ring.round ^ 1);
-    s.values_full[i].arrive_expecting(kV * kC * 2);
-    for (int j = 0; j < kV / 64; ++j) {
-      load_box(s.v[i][j], maps.v, s.values_full[i], column0 + 64 * j, hv, token, row);
+  Feeder<kK / 64, Shared::kStages> k(maps.k, s.k, s.keys_full, s.keys_free, p, 0, p.hk, true);
+  Feeder<kV / 64, Shared::kValueStages> v(maps.v, s.v, s.values_full, s.values_free, p, p.column0,
+                                          p.hv, values);
+  const auto feed_all = [&](auto feed_queries) {
+    for (int i = 0; i < Shared::kStages; ++i) k.feed();
+    for (int i = 0; i < Shared::kQueryStages; ++i) feed_queries();
+    for (int i = 0; i < Shared::kValueStages; ++i) v.feed();
+    // o leaves from v's buffer while the walk is at the next chunk.
+    for (int c = 1; k.left + v.left > 0; ++c) {
+      k.feed();
+      feed_queries();
+      if (!Shared::kOutput || c > 1) v.feed();
     }
-    token += kC;
-    ring.advance();
+  };
+  if constexpr (Shared::kScores) {
+    Feeder<kK / 64, Shared::kQueryStages> q(maps.q, s.q, s.queries_full, s.queries_free, p, 0, p.hk,
+                                            !args.prepared);
+    feed_all([&] { q.feed(); });
+  } else {
+    feed_all([] {});
   }
-};
+}
 
 // Where the backward's workspaces hold chunk `chunk` of a place. Tiles lie there as in shared
 // memory.
