@@ -45,7 +45,7 @@ struct TokenFactors {
   float key[kC];     // r
   float z[kC];       // -e Gamma r |k|: of Z in dK
   float x[kC];       // exp(G_C - G) r / |k|: of X, with decay
-  float y[kC];       // Gamma: of Y in dQ
+  float y[kC];       // with decay Gamma times query: of Y in dQ
   Units key_unit;    // what the row of K has been divided by
   Units query_unit;  // and of Q, in chunks with long rows
 };
@@ -54,8 +54,16 @@ struct TokenFactors {
 struct TokenSums {
   float zk[kC], yq[kC], xk[kC];  // row sums of Z o K, Y o Q and of r gate_k X o K
   float pairs[2][kC];            // row sums of D o dL o KK^T and of (D o dP o scale QK^T)^T
-  float columns[2][4][kC];       // their column sums by warp, the first times e
+  // Their column sums by warp, the first times e: for the blocks of 16 up to the warp's own, and
+  // from it on.
+  float columns[2][4][kC];
 };
+
+// Row sums of D o dL o KK^T over the columns of that warpgroup of the chain. The second has none
+// in the first half of the chunk: the others fit where the first warp has no columns.
+__device__ __forceinline__ float (&lower_rows(TokenSums& sums, int group))[kC] {
+  return group == 0 ? sums.pairs[0] : sums.columns[0][0];
+}
 
 // K and V padded to kDim; kAdvance: for the chain of state_gradient.cuh alone.
 template <int kDim, bool kAdvance>
@@ -95,6 +103,9 @@ struct BackwardShared {
   Barrier factors_full[2], factors_free[2];
   Barrier sums_full, write_dot_full[kKept], diagonal_full;
   Barrier cleared;  // zeros in place of what lies behind the sequence
+  // With decay: B + B^T, and what its sums leave in pairs[0] and columns[0]; zk; sums.
+  Barrier lower_full, lower_free, erased_full, sums_free;
+  float states[kScalarWarps];  // parts of Gamma_C <S, dS>
 };
 
 template <int kDim>
@@ -106,6 +117,55 @@ __device__ __forceinline__ int reversed(int chunks, int step) { return chunks - 
 // Of that chunk's tokens, kC but in the first step.
 __device__ __forceinline__ int tokens_of(const Place& p, int chunk) {
   return min(kC, static_cast<int>(p.tokens) - chunk * kC);
+}
+
+// Sums over the four lanes that share a row of an accumulator; in all of them.
+__device__ __forceinline__ float sum_quad(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
+  using Pair = std::conditional_t<kIsBfloat16<T>, __nv_bfloat162, __half2>;
+  const Pair sum = __hadd2(*reinterpret_cast<const Pair*>(&x), *reinterpret_cast<const Pair*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&sum);
+}
+
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x),
+                                         *reinterpret_cast<const __nv_bfloat162*>(&y));
+  return *reinterpret_cast<const uint32_t*>(&product);
+}
+
+// A pair of floats as a pair of bfloat16 and what that is short of, for products that are rounded
+// once.
+struct SplitPair {
+  __nv_bfloat162 head, tail;
+
+  __device__ __forceinline__ SplitPair(float x, float y) : head(__floats2bfloat162_rn(x, y)) {
+    const float2 h = __bfloat1622float2(head);
+    tail = __floats2bfloat162_rn(x - h.x, y - h.y);
+  }
+  __device__ __forceinline__ uint32_t times(uint32_t pair) const {
+    const auto x = *reinterpret_cast<const __nv_bfloat162*>(&pair);
+    const __nv_bfloat162 product = __hfma2(x, head, __hmul2(x, tail));
+    return *reinterpret_cast<const uint32_t*>(&product);
+  }
+};
+
+// Adds to d the 16 x 16 matrix X Y^T for 16 rows of 16 columns of each, packed as an operand A.
+template <typename T>
+__device__ __forceinline__ void add_dots(CFragment (&d)[2], const uint32_t (&x)[4],
+                                         const uint32_t (&y)[4]) {
+  const AFragment<T> a = {{x[0], x[1], x[2], x[3]}};
+  mma<T>(d[0], a, {{y[0], y[2]}});
+  mma<T>(d[1], a, {{y[1], y[3]}});
+}
+// Whether the lane has diagonal elements of it, of rows lane / 4 and lane / 4 + 8: these.
+__device__ __forceinline__ bool on_diagonal(int lane) { return lane % 4 == lane / 8; }
+__device__ __forceinline__ float2 diagonal(const CFragment (&d)[2], int lane) {
+  return lane / 4 % 2 == 0 ? make_float2(d[0][0], d[1][2]) : make_float2(d[0][1], d[1][3]);
 }
 
 // Of two pieces of 8 elements.

@@ -73,12 +73,14 @@ __device__ __forceinline__ void feed_kept(const ChunkArgs& a, BackwardShared<kDi
   }
 }
 
-template <bool kDecay, int kDim, bool kAdvance>
+template <bool kErase, bool kDecay, int kDim, bool kAdvance>
 __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s) {
   using Shared = BackwardShared<kDim, kAdvance>;
   constexpr int kChain = Shared::kTiles * kWarpgroup, kChainWarps = 4 * Shared::kTiles;
   constexpr int kTokenWarps = kAdvance ? 0 : 4;
   constexpr int kOtherWarps = kAdvance ? 0 : kScalarWarps;
+  constexpr bool kLower = kErase && kDecay && !kAdvance;  // the chain makes B + B^T
+  constexpr int kLowerWarps = kLower ? kChainWarps : 0;
   constexpr int kDots = kDecay ? 32 * kScalarWarps : 0;  // threads that read both states
   for (int i = 0; i < Shared::kStages; ++i) {
     s.tokens_full[i].init(1);
@@ -89,18 +91,24 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
     s.triangles_full[i].init(1), s.triangles_free[i].init(kChain);
   }
   for (int i = 0; i < 2; ++i) {
-    s.factors_full[i].init(32 * kScalarWarps), s.factors_free[i].init(kWarpgroup);
+    s.factors_full[i].init(32 * kScalarWarps),
+        s.factors_free[i].init(kWarpgroup + (kLower ? kChain : 0));
   }
   for (int i = 0; i < Shared::kKept; ++i) {
-    s.u_full[i].init(1), s.u_free[i].init(4);
+    s.u_full[i].init(1), s.u_free[i].init(4 + kLowerWarps);
     s.state_full[i].init(1), s.state_free[i].init(4 + kDots);
     s.grad_state_full[i].init(kChain), s.grad_state_free[i].init(4 + kDots);
-    s.grad_r_full[i].init(kChain), s.grad_r_free[i].init(4 + 32 * kScalarWarps);
+    s.grad_r_full[i].init(kChain);
+    s.grad_r_free[i].init(4 + kLowerWarps + 32 * kScalarWarps);
     s.write_dot_full[i].init(kChain);
   }
   s.sums_full.init(kWarpgroup), s.diagonal_full.init(32 * kScalarWarps);
   for (int i = 0; i < Shared::kKept; ++i) s.grad_o_read[i].init(kChainWarps);
   s.cleared.init(kChain);
+  if constexpr (kDecay && !kAdvance) {
+    s.lower_full.init(kChain), s.lower_free.init(4);
+    s.erased_full.init(kWarpgroup), s.sums_free.init(32 * kScalarWarps);
+  }
   fence_barrier_init();
 }
 
@@ -117,7 +125,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
   using Shared = BackwardShared<kDim, kAdvance>;
   auto& s = *reinterpret_cast<Shared*>(shared_bytes);
   if (threadIdx.x == 0) {
-    init_barriers<kDecay>(s);
+    init_barriers<kErase, kDecay>(s);
     s.place = find_place(args, kDim);
     if (kAdvance && s.place.first) s.place.sequence = -1;  // nobody asks for dS before it
   }

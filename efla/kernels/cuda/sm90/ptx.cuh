@@ -203,6 +203,13 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   return y;
 }
 
+// e^x to about 1e-7 (1 + |x|), zero where that is not a normal number.
+__device__ __forceinline__ float fast_exp(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+  return y;
+}
+
 // ---- warpgroup matrix products ------------------------------------------------------------------
 
 // D [64, N] += A [64, 16] B [16, N] in float. Registers of thread (warp w, g = lane / 4, t = lane %

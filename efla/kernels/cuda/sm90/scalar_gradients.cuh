@@ -7,6 +7,11 @@
 
 namespace efla::cuda::sm90 {
 
+// Of the log gate by log_decay.
+__device__ __forceinline__ float log_gate_slope(Rule rule, float log_decay) {
+  return rule == Rule::kExact ? expf(log_decay) : 1.f;
+}
+
 template <typename T, int kDim, bool kErase, bool kDecay>
 struct ScalarGradients {
   using Shared = GradientShared<kDim>;
@@ -100,44 +105,45 @@ struct ScalarGradients {
     f.query[t] = x.query;
     f.key[t] = x.key_scale;
     f.z[t] = c.erase * x.gamma * row;
-    f.y[t] = x.gamma;
+    f.y[t] = kDecay ? x.query * x.gamma : 1.f;
   }
 
-  // <S, dS> of the states on both sides of the chunk, this thread's part.
-  __device__ __forceinline__ float state_product(int kept) const {
-    const auto* x = reinterpret_cast<const uint4*>(s.state[kept]);
-    const auto* y = reinterpret_cast<const uint4*>(s.grad_state[kept]);
-    float sum = 0.f;
-#pragma unroll 4
-    for (int i = t; i < kDim * kDim / 8; i += 32 * kScalarWarps) sum += dot<T>(x[i], y[i]);
-    return sum;
+  // Gamma_C <S, dS> of the states on both sides of the chunk: the traces of X Y^T for blocks of 16
+  // rows of both, of which each warp has two in every tile.
+  __device__ __forceinline__ void keep_state_product(int kept, float gate) {
+    CFragment dots[2] = {};
+    const uint32_t offset = tile_offset(t / 32 * 32 + lane % 16, lane / 16 * 8);
+    const uint32_t before = shared_address(s.state[kept]) + offset;
+    const uint32_t after = shared_address(s.grad_state[kept]) + offset;
+#pragma unroll 1
+    for (int i = 0; i < Shared::kTiles * Shared::kTiles * 2; ++i) {
+      const uint32_t block = i / 2 * Shared::kTile + i % 2 * (16 * 128);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        uint32_t x[4], y[4];
+        ldmatrix_x4_plain(x, (before + block) ^ n << 5);
+        ldmatrix_x4_plain(y, (after + block) ^ n << 5);
+        add_dots<T>(dots, x, y);
+      }
+    }
+    const float2 both = diagonal(dots, lane);
+    float sum = on_diagonal(lane) ? both.x + both.y : 0.f;
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (lane == 0) s.states[t / 32] = gate * sum;
   }
 
-  // de, dw, dG, then through the step rule. 2 dlambda goes on the diagonal of (B + B^T).
-  __device__ __forceinline__ void finish(const Token& x, const TokenFactors& f, int64_t begin,
-                                         int tokens, float write_dot, float states) {
-    float grad_erase = 0.f, grad_gate = 0.f;
-    if constexpr (kErase) {
-      grad_erase = s.sums.pairs[0][t] - x.gamma * x.norm * x.key_scale * s.sums.zk[t];
+  __device__ __forceinline__ void store(const MutableView& view, int64_t begin, float value) const {
+    if (view.data) {
+      static_cast<float*>(
+          view.data)[p.row * view.batch + (begin + t) * view.token + p.hv * view.head] = value;
     }
-    if constexpr (kDecay) {
-      const float yq = x.query * x.gamma * s.sums.yq[t], xk = s.sums.xk[t];
-      float gate = x.erase * grad_erase - s.sums.pairs[1][t] + yq - xk;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        gate += s.sums.columns[1][i][t];
-        if constexpr (kErase) gate -= s.sums.columns[0][i][t];
-      }
-      // From this token to the chunk's last, and what the whole chunk lets through.
-      const float2 through = sum_halves(xk + x.through * states, 0);
-      const float2 gates = sum_halves(gate, 1);
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const float other = __shfl_down_sync(0xffffffffu, gate, offset);
-        if (lane + offset < 32) gate += other;
-      }
-      grad_gate = gate + (t < 32 ? gates.y : 0.f) + through.x + through.y;
-    }
+  }
+
+  // de, dw through the step rule; 2 dlambda goes on the diagonal of (B + B^T). With decay what
+  // passes through the gate is still to be added.
+  __device__ __forceinline__ StepInputGradients<float> finish_step(
+      const Token& x, const TokenFactors& f, float grad_erase, float grad_gate, float write_dot) {
     const auto g =
         key_coefficients_backward(a.rule, x.beta, x.lambda, rule_unit(f), kDecay, x.log_decay,
                                   {grad_gate, grad_erase, x.norm * write_dot});
@@ -146,16 +152,62 @@ struct ScalarGradients {
           T(2.f * g.lambda * x.key_scale * x.key_scale);
       fence_async_proxy();
     }
+    return g;
+  }
+
+  // Without decay.
+  __device__ __forceinline__ void finish(const Token& x, const TokenFactors& f, int64_t begin,
+                                         int tokens, float write_dot) {
+    float grad_erase = 0.f;
+    if constexpr (kErase) {
+      grad_erase = s.sums.pairs[0][t] - x.gamma * x.norm * x.key_scale * s.sums.zk[t];
+    }
+    const auto g = finish_step(x, f, grad_erase, 0.f, write_dot);
     s.diagonal_full.arrive();  // the sums have been read, too
     if (t >= tokens) return;
-    const auto store = [&](const MutableView& view, float value) {
-      if (view.data) {
-        static_cast<float*>(
-            view.data)[p.row * view.batch + (begin + t) * view.token + p.hv * view.head] = value;
+    store(a.grad_beta, begin, g.beta);
+    store(a.grad_log_decay, begin, g.log_decay);
+  }
+
+  // With decay: dK waits for the diagonal alone, which the log gates' gradients are no part of.
+  __device__ __forceinline__ void finish_gated(const Token& x, const TokenFactors& f, int64_t begin,
+                                               int tokens, float write_dot, uint32_t round) {
+    float grad_erase = 0.f, gate = 0.f;
+    if constexpr (kErase) {
+      s.lower_full.wait(round);
+      grad_erase = s.sums.pairs[0][t];
+      if (Shared::kTiles == 2 && t >= kC / 2) grad_erase += lower_rows(s.sums, 1)[t];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i >= t / 16) gate -= s.sums.columns[0][i][t];
       }
-    };
-    store(a.grad_beta, g.beta);
-    store(a.grad_log_decay, g.log_decay);
+      s.erased_full.wait(round);
+      grad_erase -= x.gamma * x.norm * x.key_scale * s.sums.zk[t];
+      gate += x.erase * grad_erase;
+    }
+    const auto g = finish_step(x, f, grad_erase, 0.f, write_dot);
+    if constexpr (kErase) s.diagonal_full.arrive();
+    s.sums_full.wait(round);
+    const float xk = s.sums.xk[t];
+    gate += x.query * x.gamma * s.sums.yq[t] - s.sums.pairs[1][t] - xk;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i <= t / 16) gate += s.sums.columns[1][i][t];
+    }
+    s.sums_free.arrive();
+    // From this token to the chunk's last, and what the whole chunk lets through.
+    const float2 writes = sum_halves(xk, 0);
+    const float through = writes.x + writes.y + s.states[0] + s.states[1];
+    const float2 gates = sum_halves(gate, 1);
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const float other = __shfl_down_sync(0xffffffffu, gate, offset);
+      if (lane + offset < 32) gate += other;
+    }
+    if (t >= tokens) return;
+    gate += (t < 32 ? gates.y : 0.f) + through;
+    store(a.grad_beta, begin, g.beta);
+    store(a.grad_log_decay, begin, g.log_decay + gate * log_gate_slope(a.rule, x.log_decay));
   }
 
   // Up to the factors of the chunk of `step`.
@@ -179,27 +231,31 @@ struct ScalarGradients {
     for (int step = 0; step < chunks_of(p); ++step) {
       const uint32_t round = step & 1, kept_round = step / Shared::kKept & 1;
       const int kept = step % Shared::kKept;
-      hide(t);  // or addresses are kept across chunks, and spill
+      hide(t);                 // or addresses are kept across chunks, and spill
+      if constexpr (kDecay) {  // ahead of all else: the chain waits for these buffers
+        s.state_full[kept].wait(kept_round);
+        s.grad_state_full[kept].wait(kept_round);
+        keep_state_product(kept, token.through);
+        s.state_free[kept].arrive();
+        s.grad_state_free[kept].arrive();
+      }
       // The next chunk's factors first: this one's sums are a while in coming.
       Token next{};
       if (step + 1 < chunks_of(p)) next = prepare(step + 1);
       const int chunk = reversed(chunks_of(p), step);
-      float states = 0.f;
-      if constexpr (kDecay) {
-        s.state_full[kept].wait(kept_round);
-        s.grad_state_full[kept].wait(kept_round);
-        states = state_product(kept);
-        s.state_free[kept].arrive();
-        s.grad_state_free[kept].arrive();
-      }
       s.write_dot_full[kept].wait(kept_round);
       float write_dot = s.write_dot[kept][0][t];
 #pragma unroll
       for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[kept][n][t];
       s.grad_r_free[kept].arrive();  // write_dot is free, too
-      s.sums_full.wait(round);
-      finish(token, s.factors[step % 2], p.begin + int64_t{chunk} * kC, tokens_of(p, chunk),
-             write_dot, states);
+      if constexpr (kDecay) {
+        finish_gated(token, s.factors[step % 2], p.begin + int64_t{chunk} * kC, tokens_of(p, chunk),
+                     write_dot, round);
+      } else {
+        s.sums_full.wait(round);
+        finish(token, s.factors[step % 2], p.begin + int64_t{chunk} * kC, tokens_of(p, chunk),
+               write_dot);
+      }
       token = next;
     }
   }

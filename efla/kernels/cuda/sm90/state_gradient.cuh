@@ -9,7 +9,7 @@
 // Where sequences are split, a first launch (kAdvance) takes each part from zero to its N'.
 #pragma once
 
-#include "efla/kernels/cuda/sm90/backward_shared.cuh"
+#include "efla/kernels/cuda/sm90/gated_operands.cuh"
 #include "efla/kernels/cuda/sm90/scan.cuh"
 
 namespace efla::cuda::sm90 {
@@ -116,6 +116,16 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     const ChunkScalars& scalars = s.scalars[j];
     const int kept = kAdvance ? 0 : j;
     const uint32_t round = step / Shared::kOthers & 1;
+    // With decay what follows from the step is found anew for each use: kept, it would be spilled.
+    const auto step_now = [&] {
+      int now = step;
+      if constexpr (kDecay && !kAdvance) hide_index<(1 << 30)>(now);
+      return now;
+    };
+    const auto round_now = [&] {
+      return kDecay ? static_cast<uint32_t>(step_now() / Shared::kOthers & 1) : round;
+    };
+    const auto stage_now = [&] { return kDecay && !kAdvance ? step_now() % 2 : i; };
     s.tokens_full[i].wait(tokens_round);
     if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
       clear_slack(s, tokens_of(p, reversed(chunks, 0)));
@@ -129,7 +139,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
         shorten_rows<T, Shared::kTiles, Shared::kTiles * kWarpgroup, 1>(s.k[i]);
       }
     }
-    if constexpr (!kAdvance) s.grad_state_free[kept].wait(round ^ 1);
+    if constexpr (!kAdvance) s.grad_state_free[kept].wait(round_now() ^ 1);
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       uint32_t x[4];
@@ -149,7 +159,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                         describe_rows(s.k[i][n / 4]) + n % 4 * 2, n > 0);
     }
     commit_products();
-    s.grad_o_full[j].wait(round);
+    s.grad_o_full[j].wait(round_now());
     uint32_t grad_o[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -157,7 +167,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                              shared_address(s.grad_o[j][group]) + lane_offset + n * 16 * 128);
     }
     arrive_warp(kAdvance ? s.grad_o_free[j] : s.grad_o_read[kept]);
-    s.triangles_full[j].wait(round);
+    s.triangles_full[j].wait(round_now());
     wait_products<0>();
     pin(u);
 #pragma unroll
@@ -190,12 +200,18 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       for (int n = 0; n < 4; ++n) product_columns<T>(u, r[n], b + 128 * n, n > 0);
       commit_products();
     }
-    if constexpr (!kAdvance) values.read(value);
+    constexpr bool kLater = kDecay && !kIsBfloat16<T>;  // there are fewer registers there
+    if constexpr (!kAdvance && !kLater) values.read(value);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {  // gate_q dO, column group n / 2
       const float2 query = scalar_pair(scalars.query, n / 2);
-      const float2 x = unpack<T>(grad_o[n / 4][n % 4]);
-      grad_o[n / 4][n % 4] = pack<T>(query.x * x.x, query.y * x.y);
+      uint32_t& pair = grad_o[n / 4][n % 4];
+      if constexpr (kDecay && !kAdvance && kIsBfloat16<T>) {  // fewer registers
+        pair = multiply_pairs(pair, pack<T>(query.x, query.y));
+      } else {
+        const float2 x = unpack<T>(pair);
+        pair = pack<T>(query.x * x.x, query.y * x.y);
+      }
     }
     if constexpr (kDecay) {
       const float gate = scalars.whole.gate;
@@ -207,7 +223,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       pin(u);
     }
     if constexpr (!kAdvance) {
-      s.grad_r_free[kept].wait(round ^ 1);
+      s.grad_r_free[kept].wait(round_now() ^ 1);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         pack_step<T>(r[n], &u[8 * n]);
@@ -222,10 +238,13 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       const float2 erase = scalar_pair(scalars.erase, n / 2);
       r[n / 4][n % 4] = pack<T>(-erase.x * u[2 * n], -erase.y * u[2 * n + 1]);
     }
+    if constexpr (!kAdvance && kLater) values.read(value);
     pin(state);
     fence_products();
     {
-      const uint64_t q = describe_columns(s.q[i], kC * 128), k = describe_columns(s.k[i], kC * 128);
+      const int stage = stage_now();
+      const uint64_t q = describe_columns(s.q[stage], kC * 128),
+                     k = describe_columns(s.k[stage], kC * 128);
 #pragma unroll
       for (int n = 0; n < 4; ++n) product_columns<T>(state, grad_o[n], q + 128 * n, true);
       if constexpr (kErase) {
@@ -242,7 +261,19 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     s.triangles_free[j].arrive();  // each thread has read scalars
     wait_products<0>();
     pin(state);
-    arrive_warp(s.tokens_free[i]);
+    if constexpr (!kAdvance && kErase && kDecay) {
+      const int now = step_now(), stage = now % 2;
+      s.factors_full[stage].wait(now / 2 & 1);
+      s.u_full[kept].wait(now / Shared::kOthers & 1);
+      s.grad_r_full[kept].wait(now / Shared::kOthers & 1);
+      s.lower_free.wait((now & 1) ^ 1);
+      make_lower<T, kDim>(s, s.factors[stage], s.k[stage], kept);
+      s.lower_full.arrive();
+      s.factors_free[stage].arrive();
+      arrive_warp(s.u_free[kept]);
+      arrive_warp(s.grad_r_free[kept]);
+    }
+    arrive_warp(s.tokens_free[stage_now()]);
     ring.advance();
   }
   float* to = nullptr;

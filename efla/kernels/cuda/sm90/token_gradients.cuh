@@ -11,22 +11,9 @@
 // What needs neither dR nor dS comes first: meanwhile the chain makes them.
 #pragma once
 
-#include "efla/kernels/cuda/sm90/backward_shared.cuh"
+#include "efla/kernels/cuda/sm90/gated_operands.cuh"
 
 namespace efla::cuda::sm90 {
-
-// Sums over the four lanes that share a row of an accumulator; in all of them.
-__device__ __forceinline__ float sum_quad(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
-  using Pair = std::conditional_t<kIsBfloat16<T>, __nv_bfloat162, __half2>;
-  const Pair sum = __hadd2(*reinterpret_cast<const Pair*>(&x), *reinterpret_cast<const Pair*>(&y));
-  return *reinterpret_cast<const uint32_t*>(&sum);
-}
 
 template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay>
 struct TokenGradients {
@@ -97,6 +84,29 @@ struct TokenGradients {
     return make_float2(sum_quad(sum[0]), sum_quad(sum[1]));
   }
 
+  // The warp's rows of columns 16 i to 16 i + 15, as an operand A.
+  __device__ __forceinline__ void load_step(uint32_t (&x)[4], const Tile* tiles, int i) const {
+    ldmatrix_x4_plain(x, shared_address(tiles[i / 4]) +
+                             tile_offset(16 * warp + lane % 16, i % 4 * 16 + lane / 16 * 8));
+  }
+
+  // As row_dots(), with fewer instructions and more registers.
+  __device__ __forceinline__ float2 tile_dots(const float (&d)[kDim / 2], const Tile* tiles) const {
+    float sum[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      uint32_t y[4];
+      load_step(y, tiles, i);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float2 x = unpack<T>(y[n]);
+        sum[n % 2][0] += d[8 * i + 2 * n] * x.x;
+        sum[n % 2][1] += d[8 * i + 2 * n + 1] * x.y;
+      }
+    }
+    return make_float2(sum_quad(sum[0][0] + sum[0][1]), sum_quad(sum[1][0] + sum[1][1]));
+  }
+
   // For the scalars' warps.
   __device__ __forceinline__ void keep_sums(float (&sums)[kC], float x, float y) const {
     if (lane % 4 == 0) sums[row0] = x, sums[row0 + 8] = y;
@@ -112,82 +122,31 @@ struct TokenGradients {
     scale_rows(d, units.inverse(row0), units.inverse(row0 + 8));
   }
 
-  // Sums over the rows of an accumulator's block of 16 columns 8 (n / 2) + t4 + n % 2, for the
-  // scalars' warps.
-  __device__ __forceinline__ void keep_columns(float (&sums)[kC], int block,
-                                               const float (&x)[4]) const {
-    const bool high = (lane & 16) != 0, odd = (lane & 8) != 0;
-    float two[2];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      two[n] = high ? x[2 + n] : x[n];
-      two[n] += __shfl_xor_sync(0xffffffffu, high ? x[n] : x[2 + n], 16);
-    }
-    float sum = odd ? two[1] : two[0];
-    sum += __shfl_xor_sync(0xffffffffu, odd ? two[0] : two[1], 8);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 4);
-    if ((lane & 4) == 0) sums[16 * block + 8 * high + t4 + odd] = sum;
-  }
-
-  // The C x C operands and their sums. kScores: rows are i, columns t >= i; from pair = U dO^T and
-  // gram = K Q^T (with decay) s.pairs[0] = D o dP / scale and s.pairs[1] = (scale D o dP)^T, for K
-  // and Q as stored. Else rows are t, columns i < t; from pair = dR U^T and gram = K K^T
-  // s.pairs[2] = B + B^T for K as stored, its diagonal zero. So a warp has as much of both together
-  // as the others.
+  // Without decay, the C x C operands and their sums. kScores: rows are i, columns t >= i; from
+  // pair = U dO^T s.pairs[0] = dP / scale and s.pairs[1] = (scale dP)^T, for K and Q as stored.
+  // Else rows are t, columns i < t; from pair = dR U^T and gram = K K^T s.pairs[2] = B + B^T for K
+  // as stored, its diagonal zero. So a warp has as much of both together as the others.
   template <bool kScores>
   __device__ __forceinline__ void make_operands(const float (&pair)[32], const float (&gram)[32],
                                                 const TokenFactors& f) {
-    constexpr bool kSums = kDecay || !kScores;
     const float symmetric[2] = {kScores ? 0.f : f.symmetric[row0],
                                 kScores ? 0.f : f.symmetric[row0 + 8]};
-    GateFactors gates;
-    float gate[2], near[2];  // near: from this row to the edge of its 16 tokens
-    if constexpr (kDecay) {
-      gates = GateFactors(f.block_gate);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        gate[h] = f.gate[row0 + 8 * h];
-        near[h] = kScores ? f.column_tail[row0 + 8 * h] : f.head[row0 + 8 * h];
-      }
-    }
     float sums[2] = {};
 #pragma unroll
     for (int block = 0; block < 4; ++block) {  // 16 columns; registers as of an operand A
       uint32_t plain[4] = {}, scaled[4] = {};
       const bool same = block == warp;
       if (kScores ? block >= warp : block <= warp) {
-        float columns[4] = {};
-        const float between = !kDecay   ? 1.f
-                              : kScores ? gates.between(warp, block)
-                                        : gates.between(block, warp);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int c = 16 * block + 8 * j + t4;
-          float2 query, far, other, column;
+          float2 query;
           if constexpr (kScores) query = float_pair(f.query, c);
-          if constexpr (kDecay) {
-            far = float_pair(kScores ? f.head : f.column_tail, c);
-            if (same) {
-              other = float_pair(f.gate, c);
-              if (!kScores) column = float_pair(f.column, c);
-            }
-          }
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            // D o dP / scale, or -D o dL / (r |k_t|); without decay U came over |k_i| / r.
+            // dP / scale, or -dL / (r |k_t|): U came over |k_i| / r.
             const int at = 8 * block + 4 * j + 2 * h;
             float x = pair[at], y = pair[at + 1];
-            if constexpr (kDecay) {
-              if (!same) {
-                x *= near[h] * between * far.x, y *= near[h] * between * far.y;
-              } else if (kScores) {
-                const float own = f.column[row0 + 8 * h];
-                x *= own * __expf(other.x - gate[h]), y *= own * __expf(other.y - gate[h]);
-              } else {
-                x *= column.x * __expf(gate[h] - other.x);
-                y *= column.y * __expf(gate[h] - other.y);
-              }
-            }
             if (same) {
               const int r = lane / 4;
               if (j == h) {
@@ -199,22 +158,14 @@ struct TokenGradients {
             }
             const float sx = x * (kScores ? query.x : symmetric[h]);
             const float sy = y * (kScores ? query.y : symmetric[h]);
-            if constexpr (kSums) {
-              const float gx = (kScores ? sx : x) * gram[at],
-                          gy = (kScores ? sy : y) * gram[at + 1];
+            if constexpr (!kScores) {
+              const float gx = x * gram[at], gy = y * gram[at + 1];
               sums[h] += gx + gy;
-              if constexpr (kDecay) {
-                columns[2 * j] += kScores ? gx : symmetric[h] * gx;
-                columns[2 * j + 1] += kScores ? gy : symmetric[h] * gy;
-              }
             }
             scaled[2 * j + h] = pack<T>(sx, sy);
             plain[2 * j + h] = pack<T>(x, y);
           }
         }
-        if constexpr (kDecay) keep_columns(s.sums.columns[kScores][warp], block, columns);
-      } else if (kDecay && lane < 16) {
-        s.sums.columns[kScores][warp][16 * block + lane] = 0.f;
       }
       const int direct_at = tile_offset(16 * warp + lane % 16, 16 * block + lane / 16 * 8);
       const int turned_at =
@@ -234,10 +185,9 @@ struct TokenGradients {
         stmatrix_x4(shared_address(s.pairs[2]) + direct_at, direct);
       }
     }
-    if constexpr (kSums) {
+    if constexpr (!kScores) {
       const float x = sum_quad(sums[0]), y = sum_quad(sums[1]);
-      keep_sums(s.sums.pairs[kScores], kScores ? x : f.row[row0] * x,
-                kScores ? y : f.row[row0 + 8] * y);
+      keep_sums(s.sums.pairs[kScores], f.row[row0] * x, f.row[row0 + 8] * y);
     }
   }
 
@@ -305,7 +255,7 @@ struct TokenGradients {
     return true;
   }
 
-  // s.pairs and their sums.
+  // s.pairs and their sums; with decay those of dP alone.
   __device__ __forceinline__ void square_operands(const Tile* k, const Tile* q,
                                                   const TokenFactors& f, int buffer,
                                                   uint32_t buffer_round) {
@@ -316,14 +266,19 @@ struct TokenGradients {
     if constexpr (kDecay) multiply_rows(gram, k, q);
     commit_products();
     s.factors_full[buffer].wait(buffer_round);
+    if constexpr (kDecay) s.sums_free.wait((step & 1) ^ 1);
     stores_left();
     sync();  // dK of the chunk before has left s.pairs
     wait_products<0>();
     pin(pair);
-    if constexpr (kDecay) pin(gram);
-    make_operands<true>(pair, gram, f);
-    s.grad_r_full[kept].wait(kept_round);
-    if constexpr (kErase) {
+    if constexpr (kDecay) {
+      pin(gram);
+      make_scores<T, kDim>(s, f, pair, gram, warp, lane);
+    } else {
+      make_operands<true>(pair, gram, f);
+      s.grad_r_full[kept].wait(kept_round);
+    }
+    if constexpr (kErase && !kDecay) {
       fence_products();
       multiply_rows(pair, s.grad_r[kept], s.u[kept]);
       multiply_rows(gram, k, k);
@@ -337,6 +292,28 @@ struct TokenGradients {
     sync();
   }
 
+  // s.sums.yq, the row sums of d = Y times Q. In bfloat16, which has float's range, by tensor
+  // cores: these sums do not cancel.
+  __device__ __forceinline__ void keep_query_dots(const float (&d)[kDim / 2], const Tile* q) const {
+    if constexpr (!kIsBfloat16<T>) {
+      const float2 sums = tile_dots(d, q);
+      keep_sums(s.sums.yq, sums.x, sums.y);
+      return;
+    }
+    CFragment dots[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+      uint32_t x[4], y[4];
+      pack_step<T>(x, &d[8 * i]);
+      load_step(y, q, i);
+      add_dots<T>(dots[i % 2], x, y);
+    }
+    const float2 x = diagonal(dots[0], lane), y = diagonal(dots[1], lane);
+    if (on_diagonal(lane)) {
+      s.sums.yq[row0] = x.x + y.x, s.sums.yq[row0 + 8] = x.y + y.y;
+    }
+  }
+
   __device__ __forceinline__ void query_gradients(const Tile* k, const Tile* q,
                                                   const TokenFactors& f, int64_t begin,
                                                   int tokens) {
@@ -346,8 +323,7 @@ struct TokenGradients {
     if constexpr (kDecay) {
       wait_products<0>();
       pin(d);
-      const float2 sums = row_dots(d, q);
-      keep_sums(s.sums.yq, sums.x, sums.y);
+      keep_query_dots(d, q);
       scale_rows(d, f.y[row0], f.y[row0 + 8]);
       pin(d);
     }
@@ -355,7 +331,7 @@ struct TokenGradients {
     wait_products<0>();
     pin(d);
     const float scale[2] = {f.query[row0], f.query[row0 + 8]};  // a.scale without l2norm
-    scale_rows(d, scale[0], scale[1]);
+    if constexpr (!kDecay) scale_rows(d, scale[0], scale[1]);
     if (a.qk_l2norm) through_l2norm(d, q, scale[0] / a.scale, scale[1] / a.scale);
     if (kIsBfloat16<T> && s.whole[step % 2].long_rows) divide_rows(d, f.query_unit);
     s.grad_o_read[kept].wait(kept_round);
@@ -367,18 +343,22 @@ struct TokenGradients {
   __device__ __forceinline__ void add_scaled_writes(float (&d)[kDim / 2], const TokenFactors& f,
                                                     bool add) {
     const float scale[2] = {f.x[row0], f.x[row0 + 8]};
+    const SplitPair split[2] = {{scale[0], scale[0]}, {scale[1], scale[1]}};
     pin(d);
 #pragma unroll
     for (int i0 = 0; i0 < kDim / 16; i0 += 4) {
       uint32_t x[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        ldmatrix_x4_plain(x[i], shared_address(s.u[kept][i0 / 4]) +
-                                    tile_offset(16 * warp + lane % 16, i * 16 + lane / 16 * 8));
+        load_step(x[i], s.u[kept], i0 + i);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float2 value = unpack<T>(x[i][j]);
-          x[i][j] = pack<T>(scale[j % 2] * value.x, scale[j % 2] * value.y);
+          if constexpr (kIsBfloat16<T>) {
+            x[i][j] = split[j % 2].times(x[i][j]);
+          } else {  // which may not hold the scale
+            const float2 value = unpack<T>(x[i][j]);
+            x[i][j] = pack<T>(scale[j % 2] * value.x, scale[j % 2] * value.y);
+          }
         }
       }
       fence_products();
@@ -398,12 +378,18 @@ struct TokenGradients {
                                                 int64_t begin, int tokens, uint32_t round) {
     float d[kDim / 2];
     float2 zk = make_float2(0.f, 0.f);
+    if constexpr (kDecay) s.grad_r_full[kept].wait(kept_round);
     if constexpr (kErase) {
       multiply_state(d, s.grad_r[kept], s.state[kept], false);
       wait_products<0>();
       pin(d);
-      zk = row_dots(d, k);
+      if constexpr (kDecay) {
+        zk = tile_dots(d, k);
+      } else {
+        zk = row_dots(d, k);
+      }
       keep_sums(s.sums.zk, zk.x, zk.y);
+      if constexpr (kDecay) s.erased_full.arrive();
       scale_rows(d, f.z[row0], f.z[row0 + 8]);
     }
     if (stores_left()) s.grad_o_free[kept].arrive();
@@ -412,7 +398,9 @@ struct TokenGradients {
     s.grad_state_full[kept].wait(kept_round);
     if constexpr (kDecay) {
       add_scaled_writes(d, f, kErase);
-      const float2 all = row_dots(d, k);
+      arrive_warp(s.u_free[kept]);
+      arrive_warp(s.grad_state_free[kept]);
+      const float2 all = tile_dots(d, k);
       keep_sums(s.sums.xk, all.x - f.z[row0] * zk.x, all.y - f.z[row0 + 8] * zk.y);
       s.sums_full.arrive();
     } else {
@@ -421,17 +409,20 @@ struct TokenGradients {
       multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
     }
     add_square(d, s.pairs[1], q);
-    wait_products<1>();
-    arrive_warp(s.u_free[kept]);
-    arrive_warp(s.grad_state_free[kept]);
+    if constexpr (!kDecay) {
+      wait_products<1>();
+      arrive_warp(s.u_free[kept]);
+      arrive_warp(s.grad_state_free[kept]);
+    }
     if constexpr (kErase) {
       s.diagonal_full.wait(round);
       add_square(d, s.pairs[2], k);
-    } else {
+    } else if constexpr (!kDecay) {
       s.diagonal_full.wait(round);  // for s.sums, which the next chunk writes
     }
     wait_products<0>();
     pin(d);
+    if constexpr (kErase && kDecay) arrive_warp(s.lower_free);
     if (a.qk_l2norm) through_l2norm(d, k, f.key[row0], f.key[row0 + 8]);
     // Read by the lane that says below that its warp is done with K and Q and what came with them.
     if (kIsBfloat16<T> && __any_sync(0xffffffffu, lane == 0 && s.whole[step % 2].long_rows)) {

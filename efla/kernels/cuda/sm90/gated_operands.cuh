@@ -1,0 +1,250 @@
+// With decay, the C x C operands of dQ and dK, and what dlog_decay needs of them: the row and
+// column sums of D o dP o P and D o dL o L. Equations and names are those of token_gradients.cuh.
+// D_ti is made as in GateFactors: off the diagonal blocks of 16 of factors of rows and columns.
+//
+// P's is made by the tokens' warpgroup, for dQ and dK alike; L's by those of the chain, each for
+// its own columns of it, in the time that they wait for the tokens' anyway.
+#pragma once
+
+#include "efla/kernels/cuda/sm90/backward_shared.cuh"
+
+namespace efla::cuda::sm90 {
+
+// The 16 rows of a warp of an accumulator, in blocks of 16 columns: eight registers of a thread,
+// which become the four of an operand A.
+template <typename T>
+struct GatedRows {
+  const int warp, lane;
+  float sums[2] = {};  // of rows row(0) and row(1), this thread's part
+
+  __device__ __forceinline__ int row(int h) const { return 16 * warp + lane / 4 + 8 * h; }
+  __device__ __forceinline__ int column(int block, int j) const {
+    return 16 * block + 8 * j + lane % 4 * 2;
+  }
+
+  // Off the diagonal: x = pair by[row] far[column]. Adds from[row] / by[row] x gram to the rows'
+  // sums.
+  __device__ __forceinline__ void make(uint32_t (&x)[4], float (&columns)[4], const float* pair,
+                                       const float* gram, const float2 (&far)[2],
+                                       const float (&by)[2], const float (&from)[2]) {
+    float part[2] = {};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = 4 * j + 2 * h;
+        float u = pair[at] * far[j].x, v = pair[at + 1] * far[j].y;
+        part[h] += u * gram[at];
+        part[h] += v * gram[at + 1];
+        u *= by[h], v *= by[h];
+        add_columns(columns, j, u * gram[at], v * gram[at + 1], h == 0);
+        x[2 * j + h] = pack<T>(u, v);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sums[h] += from[h] * part[h];
+  }
+
+  // On it, where D_ti is exp(own - gate) for rows t, or with kScores, where rows are i and columns
+  // t >= i, exp(gate - own): x = pair D by[row] far[column]. Adds x gram / by to the rows' sums.
+  template <bool kScores>
+  __device__ __forceinline__ void make_diagonal(uint32_t (&x)[4], float (&columns)[4],
+                                                const float* pair, const float* gram,
+                                                const float2 (&far)[2], const float2 (&gate)[2],
+                                                const float (&own)[2], const float (&by)[2]) {
+    const int r = lane / 4, c = lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = 4 * j + 2 * h;
+        float u = 0.f, v = 0.f;
+        if (j == h || (j > h) == kScores) {
+          const float to = own[h];
+          u = pair[at] * far[j].x * fast_exp(kScores ? gate[j].x - to : to - gate[j].x);
+          v = pair[at + 1] * far[j].y * fast_exp(kScores ? gate[j].y - to : to - gate[j].y);
+          if (j == h) {
+            if (kScores ? c < r : c >= r) u = 0.f;
+            if (kScores ? c + 1 < r : c + 1 >= r) v = 0.f;
+          }
+          const float p = u * gram[at], q = v * gram[at + 1];
+          sums[h] += kScores ? by[h] * p : p;
+          sums[h] += kScores ? by[h] * q : q;
+          u *= by[h], v *= by[h];
+          columns[2 * j] += by[h] * p;
+          columns[2 * j + 1] += by[h] * q;
+        }
+        x[2 * j + h] = pack<T>(u, v);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void add_columns(float (&columns)[4], int j, float u, float v,
+                                                     bool first) {
+    columns[2 * j] = first ? u : columns[2 * j] + u;
+    columns[2 * j + 1] = first ? v : columns[2 * j + 1] + v;
+  }
+
+  // Sums over the warp's rows of columns 8 (n / 2) + 2 (lane % 4) + n % 2 of the block.
+  __device__ __forceinline__ void keep_columns(float (&to)[kC], int block,
+                                               const float (&x)[4]) const {
+    const bool high = (lane & 16) != 0, odd = (lane & 8) != 0;
+    float two[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      two[n] = high ? x[2 + n] : x[n];
+      two[n] += __shfl_xor_sync(0xffffffffu, high ? x[n] : x[2 + n], 16);
+    }
+    float sum = odd ? two[1] : two[0];
+    sum += __shfl_xor_sync(0xffffffffu, odd ? two[0] : two[1], 8);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 4);
+    if ((lane & 4) == 0) to[16 * block + 8 * high + lane % 4 * 2 + odd] = sum;
+  }
+
+  // Where the block's four matrices lie in a tile, and in its transpose.
+  __device__ __forceinline__ uint32_t direct_at(int block) const {
+    return tile_offset(16 * warp + lane % 16, 16 * block + lane / 16 * 8);
+  }
+  __device__ __forceinline__ uint32_t turned_at(int block) const {
+    return tile_offset(16 * block + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8);
+  }
+};
+
+// From pair = U dO^T and gram = K Q^T, rows i and columns t >= i: s.pairs[1] = (scale D o dP)^T and
+// s.pairs[0] = scale D o dP, with the same rounding.
+template <typename T, int kDim>
+__device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const TokenFactors& f,
+                                            const float (&pair)[32], const float (&gram)[32],
+                                            int warp, int lane) {
+  GatedRows<T> rows{warp, lane};
+  const GateFactors gates(f.block_gate);
+  const float tail[2] = {f.column_tail[rows.row(0)], f.column_tail[rows.row(1)]};
+  const auto store = [&](int block, const uint32_t(&x)[4]) {
+    stmatrix_x4(shared_address(s.pairs[1]) + rows.direct_at(block), x);
+    stmatrix_x4_transposed(shared_address(s.pairs[0]) + rows.turned_at(block), x);
+  };
+  float own_pair[8], own_gram[8];
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    uint32_t x[4] = {};
+    if (block == 0 || block == warp) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        own_pair[n] = pair[8 * block + n], own_gram[n] = gram[8 * block + n];
+      }
+    }
+    if (block == warp) continue;
+    if (block > warp) {
+      const float between = gates.between(warp, block);
+      const float by[2] = {tail[0] * between, tail[1] * between};
+      float2 far[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 head = float_pair(f.head, rows.column(block, j));
+        const float2 query = float_pair(f.query, rows.column(block, j));
+        far[j] = make_float2(head.x * query.x, head.y * query.y);
+      }
+      float columns[4];
+      rows.make(x, columns, &pair[8 * block], &gram[8 * block], far, by, by);
+      rows.keep_columns(s.sums.columns[1][warp], block, columns);
+    }
+    store(block, x);  // zeros where t < i
+  }
+  const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
+  const float by[2] = {f.column[rows.row(0)], f.column[rows.row(1)]};
+  float2 far[2], gate[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    far[j] = float_pair(f.query, rows.column(warp, j));
+    gate[j] = float_pair(f.gate, rows.column(warp, j));
+  }
+  uint32_t x[4];
+  float columns[4] = {};
+  rows.template make_diagonal<true>(x, columns, own_pair, own_gram, far, gate, own, by);
+  rows.keep_columns(s.sums.columns[1][warp], warp, columns);
+  store(warp, x);
+  const float x0 = sum_quad(rows.sums[0]), x1 = sum_quad(rows.sums[1]);
+  if (lane % 4 == 0) s.sums.pairs[1][rows.row(0)] = x0, s.sums.pairs[1][rows.row(1)] = x1;
+}
+
+// From dR U^T and K K^T, rows t and columns i < t: s.pairs[2] = B + B^T, its diagonal zero. The
+// products and 64 / kTiles columns of it by each of the chain's warpgroups.
+template <typename T, int kDim>
+__device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenFactors& f,
+                                           const Tile* k, int kept) {
+  constexpr int kTiles = kDim / 64, kColumns = kC / kTiles, kBlocks = kColumns / 16;
+  float pair[kColumns / 2], gram[kColumns / 2];
+  // Made anew: what would be kept through the chain's loop would be spilled there.
+  const int thread = read_thread();
+  const int group = __shfl_sync(0xffffffffu, thread / kWarpgroup, 0);
+  const int warp = thread / 32 % 4, lane = thread % 32;
+  int none = 0;
+  hide(none);
+  none = __shfl_sync(0xffffffffu, none, 0);
+  const int from_row = group * kColumns * 128 / 16;
+  fence_products();
+#pragma unroll
+  for (int i = 0; i < kDim / 16; ++i) {
+    product_shared<T>(pair, describe_rows(s.grad_r[kept][i / 4]) + (none + i % 4 * 2),
+                      describe_rows(s.u[kept][i / 4]) + (from_row + i % 4 * 2), i > 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kDim / 16; ++i) {
+    product_shared<T>(gram, describe_rows(k[i / 4]) + i % 4 * 2,
+                      describe_rows(k[i / 4]) + (from_row + i % 4 * 2), i > 0);
+  }
+  commit_products();
+  GatedRows<T> rows{warp, lane};
+  const int first = group * kBlocks;
+  const uint32_t tile = shared_address(s.pairs[2]);
+  const float symmetric[2] = {f.symmetric[rows.row(0)], f.symmetric[rows.row(1)]};
+  wait_products<0>();
+  pin(pair);
+  pin(gram);
+  float own_pair[8], own_gram[8];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const int block = first + b;
+    if (b == 0 || block == warp) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) own_pair[n] = pair[8 * b + n], own_gram[n] = gram[8 * b + n];
+    }
+    if (block >= warp) continue;
+    const float between = GateFactors(f.block_gate).between(block, warp);
+    const float from[2] = {f.head[rows.row(0)] * between, f.head[rows.row(1)] * between};
+    const float by[2] = {symmetric[0] * from[0], symmetric[1] * from[1]};
+    const float2 far[2] = {float_pair(f.column_tail, rows.column(block, 0)),
+                           float_pair(f.column_tail, rows.column(block, 1))};
+    uint32_t x[4];
+    float columns[4];
+    rows.make(x, columns, &pair[8 * b], &gram[8 * b], far, by, from);
+    rows.keep_columns(s.sums.columns[0][warp], block, columns);
+    stmatrix_x4(tile + rows.direct_at(block), x);
+    stmatrix_x4_transposed(tile + rows.turned_at(block), x);
+  }
+  if (warp / kBlocks == group) {
+    const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
+    float2 far[2], gate[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      far[j] = float_pair(f.column, rows.column(warp, j));
+      gate[j] = float_pair(f.gate, rows.column(warp, j));
+    }
+    uint32_t x[4];
+    float columns[4] = {};
+    rows.template make_diagonal<false>(x, columns, own_pair, own_gram, far, gate, own, symmetric);
+    rows.keep_columns(s.sums.columns[0][warp], warp, columns);
+    // Both in one block: where one has elements the other has zeros.
+    const uint32_t both[4] = {add_pairs<T>(x[0], transpose(x[0])), x[1], transpose(x[1]),
+                              add_pairs<T>(x[3], transpose(x[3]))};
+    stmatrix_x4(tile + rows.direct_at(warp), both);
+  }
+  const float x0 = sum_quad(rows.sums[0]), x1 = sum_quad(rows.sums[1]);
+  if (lane % 4 == 0 && warp >= first) {
+    float(&to)[kC] = lower_rows(s.sums, group);
+    to[rows.row(0)] = f.row[rows.row(0)] * x0, to[rows.row(1)] = f.row[rows.row(1)] * x1;
+  }
+  fence_async_proxy();
+}
+
+}  // namespace efla::cuda::sm90
