@@ -101,12 +101,13 @@ struct GatedRows {
     if ((lane & 4) == 0) to[16 * block + 8 * high + lane % 4 * 2 + odd] = sum;
   }
 
-  // Where the block's four matrices lie in a tile, and in its transpose.
-  __device__ __forceinline__ uint32_t direct_at(int block) const {
-    return tile_offset(16 * warp + lane % 16, 16 * block + lane / 16 * 8);
+  // Where the four matrices of block 0 lie in a tile, and in its transpose. Those of another lie at
+  // direct() ^ block << 5 and turned() + 2048 block.
+  __device__ __forceinline__ uint32_t direct() const {
+    return tile_offset(16 * warp + lane % 16, lane / 16 * 8);
   }
-  __device__ __forceinline__ uint32_t turned_at(int block) const {
-    return tile_offset(16 * block + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8);
+  __device__ __forceinline__ uint32_t turned() const {
+    return tile_offset(lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8);
   }
 };
 
@@ -119,9 +120,11 @@ __device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const Token
   GatedRows<T> rows{warp, lane};
   const GateFactors gates(f.block_gate);
   const float tail[2] = {f.column_tail[rows.row(0)], f.column_tail[rows.row(1)]};
+  const uint32_t direct = shared_address(s.pairs[1]) + rows.direct();
+  const uint32_t turned = shared_address(s.pairs[0]) + rows.turned();
   const auto store = [&](int block, const uint32_t(&x)[4]) {
-    stmatrix_x4(shared_address(s.pairs[1]) + rows.direct_at(block), x);
-    stmatrix_x4_transposed(shared_address(s.pairs[0]) + rows.turned_at(block), x);
+    stmatrix_x4(direct ^ block << 5, x);
+    stmatrix_x4_transposed(turned + 2048 * block, x);
   };
   float own_pair[8], own_gram[8];
 #pragma unroll
@@ -196,7 +199,8 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
   commit_products();
   GatedRows<T> rows{warp, lane};
   const int first = group * kBlocks;
-  const uint32_t tile = shared_address(s.pairs[2]);
+  const uint32_t direct = shared_address(s.pairs[2]) + rows.direct();
+  const uint32_t turned = shared_address(s.pairs[2]) + rows.turned();
   const float symmetric[2] = {f.symmetric[rows.row(0)], f.symmetric[rows.row(1)]};
   wait_products<0>();
   pin(pair);
@@ -219,8 +223,8 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
     float columns[4];
     rows.make(x, columns, &pair[8 * b], &gram[8 * b], far, by, from);
     rows.keep_columns(s.sums.columns[0][warp], block, columns);
-    stmatrix_x4(tile + rows.direct_at(block), x);
-    stmatrix_x4_transposed(tile + rows.turned_at(block), x);
+    stmatrix_x4(direct ^ block << 5, x);
+    stmatrix_x4_transposed(turned + 2048 * block, x);
   }
   if (warp / kBlocks == group) {
     const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
@@ -237,7 +241,7 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
     // Both in one block: where one has elements the other has zeros.
     const uint32_t both[4] = {add_pairs<T>(x[0], transpose(x[0])), x[1], transpose(x[1]),
                               add_pairs<T>(x[3], transpose(x[3]))};
-    stmatrix_x4(tile + rows.direct_at(warp), both);
+    stmatrix_x4(direct ^ warp << 5, both);
   }
   const float x0 = sum_quad(rows.sums[0]), x1 = sum_quad(rows.sums[1]);
   if (lane % 4 == 0 && warp >= first) {
