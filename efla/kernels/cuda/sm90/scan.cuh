@@ -1,7 +1,7 @@
 // The serial part of the forward on Hopper: one block per (part of a sequence, value head, tile of
 // V). A warpgroup per 64 columns of V holds its rows of the transposed state, S^T [64, K], in float
-// registers for the whole walk; two more warpgroups prepare chunks ahead (scan_prepare.cuh), and a
-// thread feeds all through the copy engine. Per chunk of 64 tokens
+// registers for the whole walk; two more warpgroups prepare chunks ahead, one of which also feeds
+// all through the copy engine (scan_prepare.cuh). Per chunk of 64 tokens
 //
 //   R^T = w V^T - e (S^T K^T)        U^T = R^T A_hat^T
 //   O^T = gate_q (S^T Q^T) + U^T P_hat^T
@@ -344,7 +344,7 @@ __device__ __forceinline__ Place find_walk(const ScanArgs& args, int tile_column
 }
 
 template <int kV>
-inline constexpr int kScanThreads = (kV / 64 + 2) * kWarpgroup + 32;
+inline constexpr int kScanThreads = (kV / 64 + 2) * kWarpgroup;
 
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __global__ void __launch_bounds__(kScanThreads<kV>, 1)
@@ -353,9 +353,9 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   auto& s = *reinterpret_cast<ScanShared<kK, kV, kWalk>*>(shared_bytes);
   constexpr int kGroups = kV / 64;
   constexpr bool kWide = kGroups == 2;
-  // Registers of the warpgroup that prepares; wide, it shares 120 with the one that inverts.
-  constexpr int kPrepare = !kWide ? 152 : !kErase ? 96 : kWalk == Walk::kKeep ? 88 : 64;
-  init_barriers<kPreparedHalves<kErase, kDecay, kWalk>>(s, args.prepared);
+  // Registers of the warpgroup that prepares; wide, it shares 128 with the one that inverts.
+  constexpr int kPrepare = !kWide ? 152 : !kErase ? 96 : 80;
+  init_barriers<kPreparedHalves<kErase, kWalk>>(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const bool prepared = kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared);
   const int group = threadIdx.x / kWarpgroup;
@@ -370,20 +370,17 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
     if (prepared) {
       load_prepared<kErase>(args.common, s, p, values);
     } else if constexpr (kWalk != Walk::kAdvance) {
-      prepare<T, kK, kV, kErase, kDecay>(args.common, s, p, values);
-    }
-  } else if (group == kGroups + 1) {
-    give_registers<kWide ? 120 - kPrepare : 96>();
-    if constexpr (kErase && kWalk != Walk::kAdvance) {
-      if (prepared) return;
-      const Place p = find_walk<kWalk>(args, kV, values);
-      invert_all<T, kK, kV, kErase, kDecay>(args.common, s, p);
+      feed_and_prepare<T, kK, kV, kErase, kDecay>(maps, args.common, s, p);
     }
   } else {
-    give_registers<24>();
-    if (threadIdx.x % 32 != 0) return;
+    give_registers<kWide ? 128 - kPrepare : 96>();
     const Place p = find_walk<kWalk>(args, kV, values);
-    feed(maps, args, s, p, values);
+    if (prepared) {
+      const int chunks = chunks_of(p);
+      feed_chunks(maps, s, p, 0, chunks, 0, 0, 0, values ? chunks : 0);
+    } else if constexpr (kErase && kWalk != Walk::kAdvance) {
+      invert_all<T, kK, kV, kErase, kDecay>(maps, args.common, s, p);
+    }
   }
 }
 

@@ -20,6 +20,16 @@ __device__ __forceinline__ void zero_tiles(Tiles& tiles, int thread) {
   }
 }
 
+// Zeroes what lies behind the sequence in v's tile of the chunk.
+template <typename Shared>
+__device__ __forceinline__ void clear_values(Shared& s, const ChunkCount& n, int tokens,
+                                             int thread) {
+  s.triangles_free[n.buffer<2>()].wait(n.round<2>() ^ 1);  // or v could be two rounds behind
+  const int i = n.buffer<Shared::kValueStages>();
+  s.values_full[i].wait(n.round<Shared::kValueStages>());
+  clear_rows<Shared::kGroups>(s.v[i], tokens, thread);
+}
+
 // Halves [first, last) of P_hat, 32 columns each, from the tiles k and q of a chunk, to buffer j.
 template <typename T, int kK, bool kDecay, typename Shared>
 __device__ __forceinline__ void make_scores(Shared& s, const unsigned char* k,
@@ -36,14 +46,16 @@ __device__ __forceinline__ void make_scores(Shared& s, const unsigned char* k,
   fence_async_proxy();
 }
 
-// The warpgroup that makes a chunk's scalars, L_hat for the one that inverts it, and what
-// falls to it of P_hat.
+// The warpgroup that feeds, and makes a chunk's scalars, L_hat for the one that inverts it, and
+// what falls to it of P_hat.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
-__device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
-                                        const Place& p, bool values) {
+__device__ __forceinline__ void feed_and_prepare(const ScanMaps& maps, const ChunkArgs& a,
+                                                 ScanShared<kK, kV, kWalk>& s, const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
+  constexpr int kHalves = kPreparedHalves<kErase, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
+  constexpr bool kFeeds = kFirstFeeds<kWalk> || !kErase;
+  if constexpr (kFeeds) feed_first(maps, s, p);
   zero_tiles(s.scores, thread);  // below the diagonal they stay zero
   ChunkCount n;
   const int row = static_cast<int>(p.row), hv = p.hv;
@@ -66,11 +78,9 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     if (tokens < kC) {
       clear_rows<kK / 64>(s.k[i], tokens, thread);
       clear_rows<kK / 64>(s.q[qi], tokens, thread);
-      if (values) {
-        s.triangles_free[j].wait(round ^ 1);  // or v's buffer could be two rounds behind
-        const int vi = n.buffer<Shared::kValueStages>();
-        s.values_full[vi].wait(n.round<Shared::kValueStages>());
-        clear_rows<Shared::kGroups>(s.v[vi], tokens, thread);
+      if constexpr (!kErase) {
+        feed_with_output(maps, s, p, n.chunk);
+        clear_values(s, n, tokens, thread);
       }
       fence_async_proxy();
     }
@@ -93,6 +103,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
       s.triangles_free[j].wait(round ^ 1);
     }
     if constexpr (!kErase) s.ready[j].arrive();
+    if constexpr (kFeeds) feed_with_triangles(maps, s, p, n.chunk);
     if constexpr (kHalves > 0) {
       s.queries_full[qi].wait(query_round);
       make_scores<T, kK, kDecay>(s, k, q, j, 0, kHalves, thread);
@@ -111,33 +122,46 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     } else if constexpr (kHalves > 0) {
       arrive_warp(s.scores_ready[j]);
     }
+    if constexpr (kFeeds) {
+      if (kErase || tokens == kC) feed_with_output(maps, s, p, n.chunk);
+    }
     n.advance();
   }
   if (Shared::kKeep && thread == 0) wait_stores<0>();
 }
 
-// The warpgroup that inverts what prepare() leaves, and makes the rest of P_hat.
+// The warpgroup that inverts what feed_and_prepare() leaves, and makes the rest of P_hat.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
-__device__ __forceinline__ void invert_all(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
-                                           const Place& p) {
+__device__ __forceinline__ void invert_all(const ScanMaps& maps, const ChunkArgs& a,
+                                           ScanShared<kK, kV, kWalk>& s, const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
+  constexpr int kHalves = kPreparedHalves<kErase, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
+  if constexpr (!kFirstFeeds<kWalk>) feed_first(maps, s, p);
   zero_tiles(s.scratch.inverse, thread);  // above the diagonal they stay zero
   zero_tiles(s.inverse, thread);
-  const int chunks = chunks_of(p);
+  const int chunks = chunks_of(p), rest = static_cast<int>(p.tokens % kC);
   ChunkCount n;
 #pragma unroll 1
   for (; n.chunk < chunks; n.advance()) {
     hide_index<kWarpgroup>(thread);
     const int j = n.buffer<2>();
     s.triangles_free[j].wait(n.round<2>() ^ 1);
+    if constexpr (!kFirstFeeds<kWalk>) {
+      feed_with_triangles(maps, s, p, n.chunk);
+      if (rest > 0 && n.chunk == chunks - 1) feed_with_output(maps, s, p, n.chunk);
+    }
     s.lower_full[j].wait(n.round<2>());
     sync_invert();  // the chunk before is done in all warps
     invert<T>(s.scratch.lower[j], s.scratch.inverse, s.inverse[j], thread, [] {});
+    if (rest > 0 && n.chunk == chunks - 1) clear_values(s, n, rest, thread);
     fence_async_proxy();
     s.ready[j].arrive();
+    if constexpr (!kFirstFeeds<kWalk>) {
+      if (rest == 0 || n.chunk < chunks - 1) feed_with_output(maps, s, p, n.chunk);
+    }
     if constexpr (kHalves < 2) {
+      hide_index<kWarpgroup>(thread);
       const int i = n.buffer<Shared::kStages>(), qi = n.buffer<Shared::kQueryStages>();
       s.queries_full[qi].wait(n.round<Shared::kQueryStages>());
       make_scores<T, kK, kDecay>(s, s.k[i][0], s.q[qi][0], j, kHalves, 2, thread);

@@ -88,8 +88,8 @@ struct ChunkCount {
 
 // Of P_hat's two halves of 32 columns, how many the warpgroup makes that prepares chunks; the one
 // that inverts makes the others.
-template <bool kErase, bool kDecay, Walk kWalk>
-inline constexpr int kPreparedHalves = kErase&& kWalk == Walk::kOutput ? (kDecay ? 0 : 1) : 2;
+template <bool kErase, Walk kWalk>
+inline constexpr int kPreparedHalves = kErase&& kWalk == Walk::kOutput ? 1 : 2;
 
 template <int kHalves, typename Shared>
 __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
@@ -120,70 +120,74 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   __syncthreads();
 }
 
-// Brings in the chunks of one tensor, one after the other.
-template <int kBoxes, int kStages>
-struct Feeder {
-  using Tile = unsigned char[kBoxes][kC * 128];
-  const CUtensorMap& map;
-  Tile* tiles;
-  Barrier *full, *free;
-  int column, head, token, row, left;  // left: chunks
-  Ring<kStages> ring = {};
-
-  __device__ __forceinline__ Feeder(const CUtensorMap& map, Tile* tiles, Barrier* full,
-                                    Barrier* free, const Place& p, int column, int head, bool any)
-      : map(map),
-        tiles(tiles),
-        full(full),
-        free(free),
-        column(column),
-        head(head),
-        token(static_cast<int>(p.begin)),
-        row(static_cast<int>(p.row)),
-        left(any ? chunks_of(p) : 0) {}
-
-  // The next chunk, if there is one, once there is room for it.
-  __device__ __forceinline__ void feed() {
-    if (left == 0) return;
-    const int i = ring.index;
-    free[i].wait(ring.round ^ 1);
-    full[i].arrive_expecting(kBoxes * kC * 128);
-    for (int j = 0; j < kBoxes; ++j) {
-      load_box(tiles[i][j], map, full[i], column + 64 * j, head, token, row);
-    }
-    --left;
-    token += kC;
-    ring.advance();
+// Starts copying chunk c of one tensor, if there is one, once there is room for it.
+template <int kStages, int kBoxes>
+__device__ __forceinline__ void feed_chunk(const CUtensorMap& map,
+                                           unsigned char (&tiles)[kStages][kBoxes][kC * 128],
+                                           Barrier (&full)[kStages], Barrier (&free)[kStages],
+                                           const Place& p, int column, int head, int c) {
+  if (c >= chunks_of(p)) return;
+  const int i = c % kStages;
+  free[i].wait((c / kStages & 1) ^ 1);
+  full[i].arrive_expecting(kBoxes * kC * 128);
+  for (int j = 0; j < kBoxes; ++j) {
+    load_box(tiles[i][j], map, full[i], column + 64 * j, head, static_cast<int>(p.begin) + c * kC,
+             static_cast<int>(p.row));
   }
-};
+}
 
-// The thread that feeds a walk, each tensor as early as there is room: in this order the walk gives
-// back what it has read.
+// Whether a walk is fed by the warpgroup that prepares, or by the one that inverts: what leaves
+// both without spilled registers.
+template <Walk kWalk>
+inline constexpr bool kFirstFeeds = kWalk == Walk::kOutput;
+
+// The feeding of a walk, by threads of three warps of a warpgroup, so that they wait side by side.
+// All of the warpgroup call these.
 template <int kK, int kV, Walk kWalk>
-__device__ __forceinline__ void feed(const ScanMaps& maps, const ScanArgs& args,
-                                     ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
-  using Shared = ScanShared<kK, kV, kWalk>;
-  Feeder<kK / 64, Shared::kStages> k(maps.k, s.k, s.keys_full, s.keys_free, p, 0, p.hk, true);
-  Feeder<kV / 64, Shared::kValueStages> v(maps.v, s.v, s.values_full, s.values_free, p, p.column0,
-                                          p.hv, values);
-  const auto feed_all = [&](auto feed_queries) {
-    for (int i = 0; i < Shared::kStages; ++i) k.feed();
-    for (int i = 0; i < Shared::kQueryStages; ++i) feed_queries();
-    for (int i = 0; i < Shared::kValueStages; ++i) v.feed();
-    // o leaves from v's buffer while the walk is at the next chunk.
-    for (int c = 1; k.left + v.left > 0; ++c) {
-      k.feed();
-      feed_queries();
-      if (!Shared::kOutput || c > 1) v.feed();
+__device__ __forceinline__ void feed_chunks(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
+                                            const Place& p, int keys, int keys_end, int queries,
+                                            int queries_end, int values, int values_end) {
+  const int thread = threadIdx.x % kWarpgroup;
+  if (thread == 0) {
+    for (; keys < keys_end; ++keys) {
+      feed_chunk(maps.k, s.k, s.keys_full, s.keys_free, p, 0, p.hk, keys);
     }
-  };
-  if constexpr (Shared::kScores) {
-    Feeder<kK / 64, Shared::kQueryStages> q(maps.q, s.q, s.queries_full, s.queries_free, p, 0, p.hk,
-                                            !args.prepared);
-    feed_all([&] { q.feed(); });
-  } else {
-    feed_all([] {});
+  } else if (thread == 32) {
+    for (; values < values_end; ++values) {
+      feed_chunk(maps.v, s.v, s.values_full, s.values_free, p, p.column0, p.hv, values);
+    }
+  } else if (thread == 64) {
+    if constexpr (ScanShared<kK, kV, kWalk>::kScores) {
+      for (; queries < queries_end; ++queries) {
+        feed_chunk(maps.q, s.q, s.queries_full, s.queries_free, p, 0, p.hk, queries);
+      }
+    }
   }
+  __syncwarp();
+}
+
+// What there is room for at the start.
+template <int kK, int kV, Walk kWalk>
+__device__ __forceinline__ void feed_first(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
+                                           const Place& p) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  feed_chunks(maps, s, p, 0, Shared::kStages, 0, Shared::kQueryStages, 0, Shared::kValueStages);
+}
+// What the walk makes room for when it is done with chunk c - 2, as it gives back the triangles.
+template <int kK, int kV, Walk kWalk>
+__device__ __forceinline__ void feed_with_triangles(const ScanMaps& maps,
+                                                    ScanShared<kK, kV, kWalk>& s, const Place& p,
+                                                    int c) {
+  using Shared = ScanShared<kK, kV, kWalk>;
+  if (c < 2) return;
+  const int keys = c + Shared::kStages - 2, queries = c + Shared::kQueryStages - 2;
+  feed_chunks(maps, s, p, keys, keys + 1, queries, queries + 1, 0, 0);
+}
+// What it makes room for within chunk c - 1: o leaves from v's buffer a chunk later.
+template <int kK, int kV, Walk kWalk>
+__device__ __forceinline__ void feed_with_output(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
+                                                 const Place& p, int c) {
+  if (c >= ScanShared<kK, kV, kWalk>::kValueStages) feed_chunks(maps, s, p, 0, 0, 0, 0, c, c + 1);
 }
 
 // Where the backward's workspaces hold chunk `chunk` of a place. Tiles lie there as in shared
