@@ -12,8 +12,9 @@ namespace efla::cuda {
 
 /// Which kernels run a problem.
 enum class Family {
-  kAuto,      // those made for the device and the problem, else the portable ones
-  kPortable,  // mma.sync, for any device of compute capability 8.0 or newer
+  kAuto,           // those made for the device and the problem, else the portable ones
+  kPortable,       // mma.sync, for any device of compute capability 8.0 or newer
+  kPortableSmall,  // the same as if a block could have no more than 99 KiB of shared memory (tests)
 };
 
 /// Bytes that chunk_forward needs as workspace (256-byte aligned); looks at sizes, strides and

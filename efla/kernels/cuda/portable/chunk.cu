@@ -39,11 +39,20 @@ bool reads_vectors(const View& x, int64_t columns, int64_t size) {
          x.batch % per == 0 && x.token % per == 0 && x.head % per == 0;
 }
 
-ChunkArgs make_args(const Problem& p, Arena& arena) {
+// Tokens per chunk on the current device.
+int chunk_of(const Problem& p, Family family) {
+  int device = 0, bytes = 0;
+  if (family == Family::kPortableSmall || cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess) {
+    bytes = 0;
+  }
+  return chunk_tokens(p.dtype, p.shape.key_dim, bytes);
+}
+
+ChunkArgs make_args(const Problem& p, int c, Arena& arena) {
   const Shape& s = p.shape;
   const int64_t size = element_size(p.dtype);
-  const int c =
-      p.dtype == DType::kFloat32 ? chunk_tokens<float>(s.key_dim) : chunk_tokens<__half>(s.key_dim);
   const int64_t places =
       chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, c) * s.value_heads;
   ChunkArgs a{};
@@ -60,13 +69,11 @@ ChunkArgs make_args(const Problem& p, Arena& arena) {
 
 // The backward's own workspaces; on Hopper K and V are padded to one size, and dS and dR never
 // leave the multiprocessor. Grouped heads get float parts of dq and dk per value head.
-void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, bool hopper, void*& parts_q,
+void add_backward(const Problem& p, int c, Arena& arena, ChunkArgs& a, bool hopper, void*& parts_q,
                   void*& parts_k) {
   const Shape& s = p.shape;
   const int64_t size = element_size(p.dtype);
   const int64_t key_dim = hopper ? sm90::square_dim(s) : padded_key_dim(s.key_dim);
-  const int c =
-      p.dtype == DType::kFloat32 ? chunk_tokens<float>(s.key_dim) : chunk_tokens<__half>(s.key_dim);
   const int64_t places =
       chunk_slots(s.sequences, s.tokens, p.cu_seqlens != nullptr, c) * s.value_heads;
   if (hopper) a.columns = key_dim;
@@ -83,14 +90,15 @@ void add_backward(const Problem& p, Arena& arena, ChunkArgs& a, bool hopper, voi
   parts_k = arena.take(parts);
 }
 
-cudaError_t dispatch(DType dtype, const ChunkArgs& a, bool backward, cudaStream_t stream) {
+cudaError_t dispatch(DType dtype, const ChunkArgs& a, int chunk, bool backward,
+                     cudaStream_t stream) {
   switch (dtype) {
     case DType::kFloat32:
-      return chunk_typed<float>(a, backward, stream);
+      return chunk_typed<float>(a, chunk, backward, stream);
     case DType::kBFloat16:
-      return chunk_typed<__nv_bfloat16>(a, backward, stream);
+      return chunk_typed<__nv_bfloat16>(a, chunk, backward, stream);
     case DType::kFloat16:
-      return chunk_typed<__half>(a, backward, stream);
+      return chunk_typed<__half>(a, chunk, backward, stream);
     case DType::kFloat64:
       break;
   }
@@ -140,7 +148,7 @@ int64_t chunk_forward_workspace(const ForwardParams& params, Family family) {
     return sm90::scan_workspace(p, sm90::plan_scan(p), params.checkpoints != nullptr);
   }
   Arena arena(nullptr);
-  make_args(p, arena);
+  make_args(p, chunk_of(p, family), arena);
   return arena.used();
 }
 
@@ -164,9 +172,9 @@ int64_t chunk_backward_workspace(const BackwardParams& params, const sm90::ScanP
   const Problem& p = params.problem;
   const bool hopper = family == Family::kAuto && sm90::backward_applies(params);
   Arena arena(nullptr);
-  ChunkArgs a = make_args(p, arena);
+  ChunkArgs a = make_args(p, chunk_of(p, family), arena);
   void *parts_q, *parts_k;
-  add_backward(p, arena, a, hopper, parts_q, parts_k);
+  add_backward(p, chunk_of(p, family), arena, a, hopper, parts_q, parts_k);
   if (hopper) arena.take(sm90::parts_workspace(p, plan));
   return arena.used();
 }
@@ -183,10 +191,10 @@ cudaError_t chunk_forward(const ForwardParams& params, void* workspace, cudaStre
     return sm90::scan_forward(params, sm90::plan_scan(p), workspace, stream);
   }
   Arena arena(workspace);
-  ChunkArgs a = make_args(p, arena);
+  ChunkArgs a = make_args(p, chunk_of(p, family), arena);
   a.o = params.o;
   a.final_state = static_cast<float*>(params.final_state);
-  return dispatch(p.dtype, a, false, stream);
+  return dispatch(p.dtype, a, chunk_of(p, family), false, stream);
 }
 
 cudaError_t chunk_backward(const BackwardParams& params, void* workspace, cudaStream_t stream,
@@ -200,10 +208,10 @@ cudaError_t chunk_backward(const BackwardParams& params, const sm90::ScanPlan& p
   const Shape& s = p.shape;
   if (p.dtype == DType::kFloat64 || !params.grad_v.data) return cudaErrorInvalidValue;
   Arena arena(workspace);
-  ChunkArgs a = make_args(p, arena);
+  ChunkArgs a = make_args(p, chunk_of(p, family), arena);
   const bool hopper = family == Family::kAuto && sm90::backward_applies(params);
   void *parts_q, *parts_k;
-  add_backward(p, arena, a, hopper, parts_q, parts_k);
+  add_backward(p, chunk_of(p, family), arena, a, hopper, parts_q, parts_k);
   const int64_t size = element_size(p.dtype);
   a.grad_o = params.grad_o;
   a.vector_grad_o = reads_vectors(params.grad_o, s.value_dim, size);
@@ -220,7 +228,7 @@ cudaError_t chunk_backward(const BackwardParams& params, const sm90::ScanPlan& p
   if (hopper) {
     void* parts = arena.take(sm90::parts_workspace(p, plan));
     if (auto e = sm90::backward(a, p.dtype, plan, params.checkpoints, parts, stream)) return e;
-  } else if (auto e = dispatch(p.dtype, a, true, stream)) {
+  } else if (auto e = dispatch(p.dtype, a, chunk_of(p, family), true, stream)) {
     return e;
   }
   if (grouped) {

@@ -1,5 +1,5 @@
 #include "efla/kernels/cuda/portable/chunk_launch.cuh"
 
 namespace efla::cuda {
-template cudaError_t chunk_typed<__nv_bfloat16>(const ChunkArgs&, bool, cudaStream_t);
+template cudaError_t chunk_typed<__nv_bfloat16>(const ChunkArgs&, int, bool, cudaStream_t);
 }  // namespace efla::cuda

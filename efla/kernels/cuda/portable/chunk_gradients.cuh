@@ -10,19 +10,23 @@
 // normalised keys: U_hat = |k| U, dR_hat = dR / |k|. Half keeps the three C x C operands scaled
 // (half_range.cuh).
 //
-// Warp (wr, wc) owns 16 rows (tokens) and 1 / kColumnWarps of the columns: of K for Z, Y, X, dQ,
-// dK, and of [dL | dP] side by side.
+// Warp (wr, wc) owns 16 rows (tokens) and 1 / kColumnWarps of the columns: of K (in each pass over
+// V of its part of K) for Z, Y, X, dQ, dK, and of [dL | dP] side by side, which the first pass
+// makes.
 #pragma once
 
-#include "efla/kernels/cuda/portable/chunk_gradients_shared.cuh"
+#include "efla/kernels/cuda/portable/chunk_gradients_scalars.cuh"
 
 namespace efla::cuda {
 
 template <typename T, int kK, int kC>
 struct GradientBlock {
   using Shared = GradientShared<T, kK, kC>;
-  static constexpr int kColumns = kK / Shared::kColumnWarps;   // of K, per warp
-  static constexpr int kPair = 2 * kC / Shared::kColumnWarps;  // of [dL | dP], per warp
+  static constexpr int kPasses = Shared::kPasses;
+  static constexpr int kColumns = Shared::kPassColumns / Shared::kColumnWarps;  // of K, per warp
+  static constexpr int kPair = 2 * kC / Shared::kColumnWarps;                   // of [dL | dP]
+  static constexpr int kThreads = kGradientThreads<kC>;
+  static constexpr int kCopyThreads = kPasses == 2 ? kThreads : 0;
   static_assert(kColumns % 16 == 0 && kPair % 16 == 0);
 
   const ChunkArgs& a;
@@ -33,98 +37,177 @@ struct GradientBlock {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int m0 = warp % Shared::kRowWarps * 16;  // first row
   const int wc = warp / Shared::kRowWarps;
-  const int c0 = wc * kColumns;                            // first column of K
   const bool scores = wc >= Shared::kColumnWarps / 2;      // dP rather than dL
   const int i0 = wc % (Shared::kColumnWarps / 2) * kPair;  // first column of dL or dP
 
-  float z[kColumns / 8][4] = {}, y[kColumns / 8][4] = {}, x[kColumns / 8][4] = {};
+  float z[kColumns / 8][4], y[kColumns / 8][4], x[kColumns / 8][4];
+  float grad_q[kPasses][kColumns / 8][4], grad_k[kPasses][kColumns / 8][4];
   float pair[kPair / 8][4] = {};
   float write_dot = 0.f;  // part of dR.v of row threadIdx.x / kPerRow
   float state_dot = 0.f;  // part of <S0, dS>
-  static constexpr int kPerRow = kGradientThreads<kC> / kC;
+  static constexpr int kPerRow = kThreads / kC;
 
   __device__ int row(int j) const { return m0 + lane / 4 + 8 * (j / 2); }
   __device__ int column(int n, int j) const { return n * 8 + lane % 4 * 2 + j % 2; }
+  // First column of K.
+  __device__ int first(int pass) const { return pass * Shared::kPassColumns + wc * kColumns; }
 
-  // Starts the copies of one tile of V.
-  __device__ void load_values(int column0, typename Shared::Values& x) {
+  // Starts the copies of one tile of V. (V itself and dL, dP belong to the first pass.)
+  __device__ void load_values(int pass, int column0, typename Shared::Values& x) {
+    constexpr int kG = kGradientColumns, kPart = Shared::kPassColumns;
     const auto* u = static_cast<const T*>(a.u) + place * kC * a.columns + column0;
     const auto* r = static_cast<const T*>(a.grad_r) + place * kC * a.columns + column0;
-    const int64_t state0 = (place * a.columns + column0) * kK;
-    constexpr int kG = kGradientColumns;
-    load_tile<kC, kG>(x.u, Shared::kValuePitch, u, a.columns, kC, kG, true);
-    load_tile<kC, kG>(x.r, Shared::kValuePitch, r, a.columns, kC, kG, true);
-    load_tile<kC, kG>(x.grad_o, Shared::kValuePitch,
-                      element<T>(a.grad_o, chunk.row, chunk.begin, hv) + column0, a.grad_o.token,
-                      chunk.tokens, a.value_dim - column0, a.vector_grad_o);
-    load_tile<kC, kG>(x.v, Shared::kValuePitch,
-                      element<T>(a.v, chunk.row, chunk.begin, hv) + column0, a.v.token,
-                      chunk.tokens, a.value_dim - column0, a.vector_v);
-    load_tile<kG, kK>(x.state, Shared::kPitch, static_cast<const T*>(a.states) + state0, kK, kG, kK,
-                      true);
-    load_tile<kG, kK>(x.grad_state, Shared::kPitch, static_cast<const T*>(a.grad_states) + state0,
-                      kK, kG, kK, true);
+    const int64_t state0 = (place * a.columns + column0) * kK + pass * kPart;
+    load_part<kCopyThreads, kC, kG>(x.u, Shared::kValuePitch, u, a.columns, kC, kG, true);
+    load_part<kCopyThreads, kC, kG>(x.r, Shared::kValuePitch, r, a.columns, kC, kG, true);
+    load_part<kCopyThreads, kC, kG>(
+        x.grad_o, Shared::kValuePitch, element<T>(a.grad_o, chunk.row, chunk.begin, hv) + column0,
+        a.grad_o.token, chunk.tokens, a.value_dim - column0, a.vector_grad_o);
+    if (pass == 0) {
+      load_part<kCopyThreads, kC, kG>(x.v, Shared::kValuePitch,
+                                      element<T>(a.v, chunk.row, chunk.begin, hv) + column0,
+                                      a.v.token, chunk.tokens, a.value_dim - column0, a.vector_v);
+    }
+    load_part<kCopyThreads, kG, kPart>(x.state, Shared::kStatePitch,
+                                       static_cast<const T*>(a.states) + state0, kK, kG, kPart,
+                                       true);
+    load_part<kCopyThreads, kG, kPart>(x.grad_state, Shared::kStatePitch,
+                                       static_cast<const T*>(a.grad_states) + state0, kK, kG, kPart,
+                                       true);
     commit_copies();
   }
 
-  // All tiles of V, the next one's copies under way while one is multiplied.
+  // All tiles of V in every pass, the next one's copies under way while one is multiplied; those of
+  // the very first have been started.
   __device__ void add_all_values() {
-    if constexpr (Shared::kStages == 2) load_values(0, s.values[0]);
-    for (int column0 = 0, stage = 0; column0 < a.value_dim; column0 += kGradientColumns) {
-      if constexpr (Shared::kStages == 1) load_values(column0, s.values[0]);
-      if (Shared::kStages == 2 && column0 + kGradientColumns < a.value_dim) {
-        load_values(column0 + kGradientColumns, s.values[1 - stage]);
-        wait_copies<1>();
-      } else {
-        wait_copies<0>();
+    const int tiles = (a.value_dim + kGradientColumns - 1) / kGradientColumns;
+    int stage = 0;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) z[n][j] = y[n][j] = x[n][j] = 0.f;
       }
-      __syncthreads();
-      add_values(column0, s.values[stage]);
-      __syncthreads();
-      if constexpr (Shared::kStages == 2) stage = 1 - stage;
+#pragma unroll 1
+      for (int tile = 0; tile < tiles; ++tile) {
+        const bool last = tile + 1 == tiles;
+        if (Shared::kStages == 1 && pass + tile > 0) {
+          load_values(pass, tile * kGradientColumns, s.values[0]);
+        }
+        if (Shared::kStages == 2 && !(last && pass + 1 == kPasses)) {
+          load_values(last ? pass + 1 : pass, last ? 0 : (tile + 1) * kGradientColumns,
+                      s.values[1 - stage]);
+          wait_copies<1>();
+        } else {
+          wait_copies<0>();
+        }
+        __syncthreads();
+        add_values(pass, tile * kGradientColumns, s.values[stage]);
+        __syncthreads();
+        if constexpr (Shared::kStages == 2) stage = 1 - stage;
+      }
+      finish_pass(pass);
     }
   }
 
+  // What Z, Y and X are for, so that the next pass has their registers.
+  __device__ void finish_pass(int pass) {
+    row_dots(0, z, s.k, pass, pass > 0);
+    row_dots(1, y, s.q, pass, pass > 0);
+    row_dots(2, x, s.k, pass, pass > 0);
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int t = row(j);
+        y[n][j] *= s.y_factor[t];
+        z[n][j] = s.z_factor[t] * z[n][j] + s.x_factor[t] * x[n][j];
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) {
+      if (pass == p) {
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) grad_q[p][n][j] = y[n][j], grad_k[p][n][j] = z[n][j];
+        }
+      }
+    }
+    if (pass == 0) finish_pairs();
+  }
+
   // Products over one tile of V, and what is elementwise in it.
-  __device__ void add_values(int column0, const typename Shared::Values& tile) {
+  __device__ void add_values(int pass, int column0, const typename Shared::Values& tile) {
+    const int c0 = wc * kColumns;
 #pragma unroll
     for (int v0 = 0; v0 < kGradientColumns; v0 += 16) {
       const auto ar = load_a(tile.r, Shared::kValuePitch, m0, v0);
       const auto ao = load_a(tile.grad_o, Shared::kValuePitch, m0, v0);
       const auto au = load_a(tile.u, Shared::kValuePitch, m0, v0);
+      const auto left = choose(scores, ao, ar);
       BFragment<T> b[2];
 #pragma unroll
       for (int n = 0; n < kPair; n += 16) {
-        if (i0 + n > m0) continue;  // above the diagonal
+        if (i0 + n > m0 || pass > 0) continue;  // above the diagonal
         load_b_transposed(b, tile.u, Shared::kValuePitch, v0, i0 + n);
-        mma<T>(pair[n / 8], scores ? ao : ar, b[0]);
-        mma<T>(pair[n / 8 + 1], scores ? ao : ar, b[1]);
+        mma<T>(pair[n / 8], left, b[0]);
+        mma<T>(pair[n / 8 + 1], left, b[1]);
       }
 #pragma unroll
       for (int n = 0; n < kColumns; n += 16) {
-        load_b(b, tile.state, Shared::kPitch, v0, c0 + n);
+        load_b(b, tile.state, Shared::kStatePitch, v0, c0 + n);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           mma<T>(z[n / 8 + j], ar, b[j]);
           mma<T>(y[n / 8 + j], ao, b[j]);
         }
-        load_b(b, tile.grad_state, Shared::kPitch, v0, c0 + n);
+        load_b(b, tile.grad_state, Shared::kStatePitch, v0, c0 + n);
         mma<T>(x[n / 8], au, b[0]);
         mma<T>(x[n / 8 + 1], au, b[1]);
       }
     }
-    const int t = threadIdx.x / kPerRow;
+    if (pass == 0) add_elements(column0, tile);
+    if (a.log_decay.data) {  // nobody else asks for <S0, dS>
+      constexpr int kPart = Shared::kPassColumns;
+      for (int i = 2 * threadIdx.x; i < kGradientColumns * kPart; i += 2 * kThreads) {
+        const int at = i / kPart * Shared::kStatePitch + i % kPart;
+        const float2 x = load_two(tile.state + at), y = load_two(tile.grad_state + at);
+        state_dot += x.x * y.x + x.y * y.y;
+      }
+    }
+  }
+
+  // dV and the parts of dR.v.
+  __device__ void add_elements(int column0, const typename Shared::Values& tile) {
+    constexpr int kCount = kGradientColumns / kPerRow;
+    const int t = threadIdx.x / kPerRow, c = threadIdx.x % kPerRow * kCount;
     T* grad_v = static_cast<T*>(a.grad_v.data) + chunk.row * a.grad_v.batch +
                 (chunk.begin + t) * a.grad_v.token + hv * a.grad_v.head + column0;
     const float write = s.scalars.write[t] * s.scalars.norm[t];
-    for (int c = threadIdx.x % kPerRow; c < kGradientColumns; c += kPerRow) {
-      const float r = static_cast<float>(tile.r[t * Shared::kValuePitch + c]);
-      write_dot += r * static_cast<float>(tile.v[t * Shared::kValuePitch + c]);
-      if (t < chunk.tokens && column0 + c < a.value_dim) grad_v[c] = T(write * r);
+    float out[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const float2 r = load_two(tile.r + t * Shared::kValuePitch + c + i);
+      const float2 v = load_two(tile.v + t * Shared::kValuePitch + c + i);
+      write_dot += r.x * v.x + r.y * v.y;
+      out[i] = write * r.x, out[i + 1] = write * r.y;
     }
-    for (int i = threadIdx.x; i < kGradientColumns * kK; i += kGradientThreads<kC>) {
-      const int at = i / kK * Shared::kPitch + i % kK;
-      state_dot += static_cast<float>(tile.state[at]) * static_cast<float>(tile.grad_state[at]);
+    if (t >= chunk.tokens) return;
+    if (has_vectors<T>(a.grad_v, a.value_dim)) {
+      if (column0 + c >= a.value_dim) return;
+      if constexpr (sizeof(T) == 2) {
+        *reinterpret_cast<uint2*>(grad_v + c) =
+            make_uint2(pack<T>(out[0], out[1]), pack<T>(out[2], out[3]));
+      } else {
+        *reinterpret_cast<float4*>(grad_v + c) = make_float4(out[0], out[1], out[2], out[3]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (column0 + c + i < a.value_dim) grad_v[c + i] = T(out[i]);
+      }
     }
   }
 
@@ -233,78 +316,25 @@ struct GradientBlock {
     }
   }
 
-  // dot[which][wc][t] = this warp's share of sum_c m[t, c] tile[t, c].
-  __device__ void row_dots(int which, const float (&m)[kColumns / 8][4], const T* tile) {
+  // dot[which][wc][t] = (or, with `more`, +=) this warp's share of sum_c m[t, c] tile[t, c] over
+  // the columns of a pass.
+  __device__ void row_dots(int which, const float (&m)[kColumns / 8][4], const T* tile, int pass,
+                           bool more) {
     float sum[2] = {};
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        sum[j / 2] +=
-            m[n][j] * static_cast<float>(tile[row(j) * Shared::kPitch + c0 + column(n, j)]);
+      for (int half = 0; half < 2; ++half) {
+        const float2 x =
+            load_two(tile + row(2 * half) * Shared::kPitch + first(pass) + column(n, 0));
+        sum[half] += m[n][2 * half] * x.x + m[n][2 * half + 1] * x.y;
       }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = sum_row(sum[half]);
-      if (lane % 4 == 0) s.dot[which][wc][row(2 * half)] = total;
-    }
-  }
-
-  __device__ float total_dot(int which, int t) const {
-    float sum = 0.f;
-    for (int w = 0; w < Shared::kColumnWarps; ++w) sum += s.dot[which][w][t];
-    return sum;
-  }
-
-  // Gradients of the scalars: de, dw, dG, then through the step rule. One thread per token.
-  __device__ void finish_scalars() {
-    const TokenScalars<kC, Gate<T>>& w = s.scalars;
-    const int t = threadIdx.x;
-    float grad_erase = 0.f;
-    if (t < kC) {
-      const float gamma = exp_gate(w.cumulative[t]), out = exp_gate(w.total - w.cumulative[t]);
-      const float zk = w.norm[t] * w.key_scale[t] * total_dot(0, t);
-      const float yq = w.query[t] * gamma * total_dot(1, t);
-      const float xk = out * w.key_scale[t] / w.norm[t] * total_dot(2, t);
-      float rows[2] = {}, columns[2] = {};
-      for (int i = 0; i < Shared::kColumnWarps; ++i) {
-        rows[i >= Shared::kColumnWarps / 2] += s.row_sum[i][t];
-      }
-      for (int i = 0; i < Shared::kRowWarps; ++i) {
-        columns[0] += s.column_sum[0][i][t];
-        columns[1] += s.column_sum[1][i][t];
-      }
-      grad_erase = rows[0] - gamma * zk;
-      s.grad_gate[t] = w.erase[t] * rows[0] - columns[0] + rows[1] - columns[1] + yq -
-                       w.erase[t] * gamma * zk - xk;
-      s.out_dot[t] = xk;
-      s.z_factor[t] = -w.erase[t] * gamma * w.norm[t];
-      s.x_factor[t] = out / w.norm[t];
-      s.y_factor[t] = a.scale * gamma;
-    }
-    __syncthreads();
-    if (t < kC) {
-      Gate<T> grad_gate = 0;
-      for (int i = 0; i < kC; ++i) grad_gate += s.out_dot[i] + (i >= t ? s.grad_gate[i] : 0.f);
-      float states = 0.f;
-      for (float part : s.state_dot) states += part;
-      grad_gate += exp_gate(w.total) * states;
-      const bool has_decay = a.log_decay.data != nullptr;
-      const auto g = key_coefficients_backward(
-          a.rule, w.beta[t], w.lambda[t], rule_unit(a, w, t), has_decay, w.log_decay[t],
-          {static_cast<float>(grad_gate), grad_erase, w.norm[t] * s.write_dot[t]});
-      s.k_factor[t] = 2.f * g.lambda * w.key_scale[t];
-      if (t < chunk.tokens) {
-        const auto put = [&](const MutableView& view, float value) {
-          if (view.data) {
-            static_cast<float*>(view.data)[chunk.row * view.batch + (chunk.begin + t) * view.token +
-                                           hv * view.head] = value;
-          }
-        };
-        put(a.grad_beta, g.beta);
-        put(a.grad_log_decay, g.log_decay);
-      }
+      float& dot = s.dot[which][wc][row(2 * half)];
+      if (lane % 4 == 0) dot = more ? dot + total : total;
     }
   }
 
@@ -322,29 +352,29 @@ struct GradientBlock {
     if (lane == 0) s.state_dot[warp] = state_dot;
   }
 
-  // dQ in y, dK in z, with respect to the l2-normalised vectors where there are such.
-  __device__ void finish_qk() {
+  // dQ and dK, with respect to the l2-normalised vectors where there are such.
+  __device__ void finish_qk(int pass, float (&dq)[kColumns / 8][4], float (&dk)[kColumns / 8][4]) {
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int t = row(j);
-        const float k = static_cast<float>(s.k[t * Shared::kPitch + c0 + column(n, j)]);
-        y[n][j] *= s.y_factor[t];
-        z[n][j] = s.z_factor[t] * z[n][j] + s.x_factor[t] * x[n][j] + s.k_factor[t] * k;
+      for (int half = 0; half < 2; ++half) {
+        const int t = row(2 * half);
+        const float2 k = load_two(s.k + t * Shared::kPitch + first(pass) + column(n, 0));
+        dk[n][2 * half] += s.k_factor[t] * k.x;
+        dk[n][2 * half + 1] += s.k_factor[t] * k.y;
       }
     }
-    add_side<0>(z, s.k);
-    add_side<1>(y, s.k);
-    add_side<2>(z, s.q);
+    add_side<0>(dk, s.k, pass);
+    add_side<1>(dq, s.k, pass);
+    add_side<2>(dk, s.q, pass);
   }
 
   // d += one of the three C x C operands, as its side_range() has it, times K or Q.
   template <int kSide>
-  __device__ void add_side(float (&d)[kColumns / 8][4], const T* right) {
+  __device__ void add_side(float (&d)[kColumns / 8][4], const T* right, int pass) {
     if constexpr (std::is_same_v<T, __half>) {
       float sum[kColumns / 8][4] = {};
-      multiply_side<kSide>(sum, right);
+      multiply_side<kSide>(sum, right, pass);
       const float down = side_range<kSide>().down;
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
@@ -352,12 +382,12 @@ struct GradientBlock {
         for (int j = 0; j < 4; ++j) d[n][j] += down * sum[n][j];
       }
     } else {
-      multiply_side<kSide>(d, right);
+      multiply_side<kSide>(d, right, pass);
     }
   }
 
   template <int kSide>
-  __device__ void multiply_side(float (&d)[kColumns / 8][4], const T* right) {
+  __device__ void multiply_side(float (&d)[kColumns / 8][4], const T* right, int pass) {
 #pragma unroll
     for (int t0 = 0; t0 < kC; t0 += 16) {
       if ((kSide == 1 && t0 > m0) || (kSide == 2 && t0 < m0)) continue;
@@ -367,7 +397,7 @@ struct GradientBlock {
 #pragma unroll
       for (int n = 0; n < kColumns; n += 16) {
         BFragment<T> b[2];
-        load_b(b, right, Shared::kPitch, t0, c0 + n);
+        load_b(b, right, Shared::kPitch, t0, first(pass) + n);
         mma<T>(d[n / 8], left, b[0]);
         mma<T>(d[n / 8 + 1], left, b[1]);
       }
@@ -376,28 +406,35 @@ struct GradientBlock {
 
   // Backward of x r, r = 1 / |x|: r (g - x r^2 (x.g)), on dQ and dK.
   __device__ void through_l2norm() {
-    row_dots(0, y, s.q);
-    row_dots(1, z, s.k);
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) {
+      row_dots(0, grad_q[p], s.q, p, p > 0);
+      row_dots(1, grad_k[p], s.k, p, p > 0);
+    }
     __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int t = row(2 * half);
       const float rq = s.scalars.query[t] / a.scale, rk = s.scalars.key_scale[t];
-      const float yq = rq * rq * total_dot(0, t), zk = rk * rk * total_dot(1, t);
+      const float yq = rq * rq * total_dot(s, 0, t), zk = rk * rk * total_dot(s, 1, t);
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
+      for (int p = 0; p < kPasses; ++p) {
 #pragma unroll
-        for (int j = 2 * half; j < 2 * half + 2; ++j) {
-          const int at = t * Shared::kPitch + c0 + column(n, j);
-          y[n][j] = rq * (y[n][j] - yq * static_cast<float>(s.q[at]));
-          z[n][j] = rk * (z[n][j] - zk * static_cast<float>(s.k[at]));
+        for (int n = 0; n < kColumns / 8; ++n) {
+          const int at = t * Shared::kPitch + first(p) + column(n, 0);
+          const float2 q = load_two(s.q + at), k = load_two(s.k + at);
+          float(&dq)[4] = grad_q[p][n], (&dk)[4] = grad_k[p][n];
+          dq[2 * half] = rq * (dq[2 * half] - yq * q.x);
+          dq[2 * half + 1] = rq * (dq[2 * half + 1] - yq * q.y);
+          dk[2 * half] = rk * (dk[2 * half] - zk * k.x);
+          dk[2 * half + 1] = rk * (dk[2 * half + 1] - zk * k.y);
         }
       }
     }
   }
 
   // dQ and dK of long rows, from those of the rows as stored.
-  __device__ void lengthen() {
+  __device__ void lengthen(float (&dq)[kColumns / 8][4], float (&dk)[kColumns / 8][4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int t = row(2 * half);
@@ -405,24 +442,41 @@ struct GradientBlock {
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
-        for (int j = 2 * half; j < 2 * half + 2; ++j) y[n][j] *= query, z[n][j] *= key;
+        for (int j = 2 * half; j < 2 * half + 2; ++j) dq[n][j] *= query, dk[n][j] *= key;
       }
     }
   }
 
   template <typename Out>
-  __device__ void store_rows(const MutableView& view, int head,
+  __device__ void store_rows(const MutableView& view, int head, int pass,
                              const float (&m)[kColumns / 8][4]) const {
     if (!view.data) return;
-    Out* out = static_cast<Out*>(view.data) + chunk.row * view.batch + chunk.begin * view.token +
-               head * view.head;
+    const int c0 = first(pass);
+    Out* out = static_cast<Out*>(view.data) + chunk.row * view.batch +
+               (chunk.begin + m0) * view.token + head * view.head + c0;
+    if constexpr (sizeof(Out) == 2 && kColumns % 32 == 0) {
+      if (has_vectors<Out>(view, a.key_dim)) {
+        store_tiles(out, view.token, m, chunk.tokens - m0, a.key_dim - c0);
+        return;
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int t = row(j), c = c0 + column(n, j);
-        if (t < chunk.tokens && c < a.key_dim) out[t * view.token + c] = Out(m[n][j]);
+        const int t = row(j), c = column(n, j);
+        if (t < chunk.tokens && c0 + c < a.key_dim) out[(t - m0) * view.token + c] = Out(m[n][j]);
       }
+    }
+  }
+
+  // dQ and dK to global memory, all of them.
+  template <typename Out>
+  __device__ void store_all(int head) const {
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) {
+      store_rows<Out>(a.grad_q, head, p, grad_q[p]);
+      store_rows<Out>(a.grad_k, head, p, grad_k[p]);
     }
   }
 };
@@ -437,34 +491,39 @@ __global__ void __launch_bounds__(kGradientThreads<kC>) chunk_gradients_kernel(c
   const int hv = blockIdx.x % a.value_heads, group = a.value_heads / a.heads;
   const Chunk chunk = locate(a, blockIdx.x / a.value_heads, kC);
   if (chunk.sequence < 0) return;
-  load_tile<kC, kK>(s.k, Shared::kPitch, element<T>(a.k, chunk.row, chunk.begin, hv / group),
-                    a.k.token, chunk.tokens, a.key_dim, a.vector_k);
-  load_tile<kC, kK>(s.q, Shared::kPitch, element<T>(a.q, chunk.row, chunk.begin, hv / group),
-                    a.q.token, chunk.tokens, a.key_dim, a.vector_q);
+  constexpr int kCopyThreads = GradientBlock<T, kK, kC>::kCopyThreads;
+  load_part<kCopyThreads, kC, kK>(s.k, Shared::kPitch,
+                                  element<T>(a.k, chunk.row, chunk.begin, hv / group), a.k.token,
+                                  chunk.tokens, a.key_dim, a.vector_k);
+  load_part<kCopyThreads, kC, kK>(s.q, Shared::kPitch,
+                                  element<T>(a.q, chunk.row, chunk.begin, hv / group), a.q.token,
+                                  chunk.tokens, a.key_dim, a.vector_q);
   commit_copies();
-  wait_copies<0>();
+  GradientBlock<T, kK, kC> block{a, s, chunk, place, hv};
+  block.load_values(0, 0, s.values[0]);
+  wait_copies<1>();
   __syncthreads();
   make_scalars<T, kK, kC>(a, chunk, hv, s.k, s.q, s.scalars);
+  make_factors(a, s);
 
-  GradientBlock<T, kK, kC> block{a, s, chunk, place, hv};
   block.add_all_values();
   block.finish_sums();
-  block.finish_pairs();
-  block.row_dots(0, block.z, s.k);
-  block.row_dots(1, block.y, s.q);
-  block.row_dots(2, block.x, s.k);
   __syncthreads();
-  block.finish_scalars();
+  finish_scalars(a, s, chunk, hv);
   __syncthreads();
-  block.finish_qk();
+#pragma unroll
+  for (int p = 0; p < Shared::kPasses; ++p) {
+    block.finish_qk(p, block.grad_q[p], block.grad_k[p]);
+  }
   if (a.qk_l2norm) block.through_l2norm();
-  if constexpr (!std::is_same_v<T, __half>) block.lengthen();
+  if constexpr (!std::is_same_v<T, __half>) {
+#pragma unroll
+    for (int p = 0; p < Shared::kPasses; ++p) block.lengthen(block.grad_q[p], block.grad_k[p]);
+  }
   if (group > 1) {  // parts per value head, summed by another kernel
-    block.template store_rows<float>(a.grad_q, hv, block.y);
-    block.template store_rows<float>(a.grad_k, hv, block.z);
+    block.template store_all<float>(hv);
   } else {
-    block.template store_rows<T>(a.grad_q, hv, block.y);
-    block.template store_rows<T>(a.grad_k, hv, block.z);
+    block.template store_all<T>(hv);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "efla/kernels/cuda/portable/chunk_scalars.cuh"
+#include "efla/kernels/cuda/portable/chunk_tiles.cuh"
 
 namespace efla::cuda {
 
@@ -18,11 +19,17 @@ struct GradientShared {
   static constexpr int kPitch = kK + kTilePad;
   static constexpr int kValuePitch = kGradientColumns + kTilePad;
   static constexpr int kPairPitch = kC + kTilePad;
-  static constexpr int kStages = sizeof(T) == 2 && kK <= 128 ? 2 : 1;  // what shared memory holds
+  // Registers hold Z, Y and X [kC, kK] but for kC = 64 and kK = 256: there V passes twice, once for
+  // each half of K.
+  static constexpr int kPasses = kC == 64 && kK == 256 ? 2 : 1;
+  static constexpr int kPassColumns = kK / kPasses;
+  static constexpr int kStatePitch = kPassColumns + kTilePad;
+  static constexpr int kStages = sizeof(T) == 2 && (kK <= 128 || kC == 64) ? 2 : 1;  // what fits
 
   struct Values {  // one tile of V
     T u[kC * kValuePitch], r[kC * kValuePitch], grad_o[kC * kValuePitch], v[kC * kValuePitch];
-    T state[kGradientColumns * kPitch], grad_state[kGradientColumns * kPitch];  // transposed
+    T state[kGradientColumns * kStatePitch];  // transposed, as is
+    T grad_state[kGradientColumns * kStatePitch];
   };
 
   T k[kC * kPitch], q[kC * kPitch];
@@ -40,6 +47,16 @@ struct GradientShared {
   float grad_gate[kC], out_dot[kC];            // dG; X_t
   float z_factor[kC], x_factor[kC], y_factor[kC], k_factor[kC];
 };
+
+// One of two operands, in registers.
+template <typename T>
+__device__ __forceinline__ AFragment<T> choose(bool first, const AFragment<T>& x,
+                                               const AFragment<T>& y) {
+  AFragment<T> chosen;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(x.x) / 4); ++i) chosen.x[i] = first ? x.x[i] : y.x[i];
+  return chosen;
+}
 
 // Sums over the four lanes that share a row of a C fragment.
 __device__ __forceinline__ float sum_row(float x) {

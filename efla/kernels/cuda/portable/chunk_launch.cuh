@@ -4,8 +4,7 @@
 
 #include "efla/kernels/cuda/portable/chunk_gradients.cuh"
 #include "efla/kernels/cuda/portable/chunk_prepare.cuh"
-#include "efla/kernels/cuda/portable/chunk_reverse.cuh"
-#include "efla/kernels/cuda/portable/chunk_scan.cuh"
+#include "efla/kernels/cuda/portable/split_reverse.cuh"
 
 namespace efla::cuda {
 
@@ -20,10 +19,13 @@ inline int padded_key_dim(int64_t key_dim) {
 // Sequences times heads from which on a scan no longer splits 128 columns of V over two blocks.
 inline constexpr int64_t kManyTiles = 96;
 
-// Tokens per chunk: what fits registers and shared memory.
-template <typename T>
-constexpr int chunk_tokens(int64_t key_dim) {
-  return sizeof(T) == 4 || key_dim > 128 ? 32 : 64;
+// Shared memory of a block of the scans that split K, the most that any kernel of K > 128 takes.
+inline constexpr int kSplitBytes = sizeof(SplitShared<__half, 256, 64>);
+
+// Tokens per chunk: what fits registers and the shared memory that a block may have.
+constexpr int chunk_tokens(DType dtype, int64_t key_dim, int shared_bytes) {
+  if (dtype == DType::kFloat32) return 32;
+  return key_dim <= 128 || shared_bytes >= kSplitBytes ? 64 : 32;
 }
 
 template <typename Kernel>
@@ -39,27 +41,29 @@ cudaError_t launch(Kernel* kernel, int64_t blocks, int threads, int shared_bytes
   return cudaGetLastError();
 }
 
-// Forward: the scan. Backward: the scan that keeps the states, the reverse scan, the gradients.
-template <int kWarps, typename T, int kK>
+// Forward: the scan. Backward: the scan that keeps the states, the reverse scan.
+template <int kWarps, typename T, int kK, int kC>
 cudaError_t launch_scans(const ChunkArgs& a, bool backward, cudaStream_t stream) {
-  constexpr int kC = chunk_tokens<T>(kK);
-  constexpr int kBytes = 2 * sizeof(ScanStage<T, kK, kC, kWarps>);
   constexpr int kColumns = kScanColumns<kWarps>;
   const int64_t blocks = a.sequences * a.value_heads * ((a.value_dim + kColumns - 1) / kColumns);
-  if (!backward) {
-    return launch(chunk_scan_kernel<false, T, kK, kC, kWarps>, blocks, kWarps * 32, kBytes, a,
-                  stream);
+  const auto run = [&](auto* forward, auto* keep, auto* reverse, int threads, int bytes) {
+    if (!backward) return launch(forward, blocks, threads, bytes, a, stream);
+    if (auto e = launch(keep, blocks, threads, bytes, a, stream)) return e;
+    return launch(reverse, blocks, threads, bytes, a, stream);
+  };
+  if constexpr (kK == 256 && kC == 64) {
+    static_assert(kWarps == kPairs && sizeof(SplitShared<T, kK, kC>) == kSplitBytes);
+    return run(split_scan_kernel<false, T, kK, kC>, split_scan_kernel<true, T, kK, kC>,
+               split_reverse_kernel<T, kK, kC>, kSplitThreads, kSplitBytes);
+  } else {
+    return run(chunk_scan_kernel<false, T, kK, kC, kWarps>,
+               chunk_scan_kernel<true, T, kK, kC, kWarps>, chunk_reverse_kernel<T, kK, kC, kWarps>,
+               kWarps * 32, 2 * sizeof(ScanStage<T, kK, kC, kWarps>));
   }
-  if (auto e = launch(chunk_scan_kernel<true, T, kK, kC, kWarps>, blocks, kWarps * 32, kBytes, a,
-                      stream)) {
-    return e;
-  }
-  return launch(chunk_reverse_kernel<T, kK, kC, kWarps>, blocks, kWarps * 32, kBytes, a, stream);
 }
 
-template <typename T, int kK>
+template <typename T, int kK, int kC>
 cudaError_t launch_chunk(const ChunkArgs& a, bool backward, cudaStream_t stream) {
-  constexpr int kC = chunk_tokens<T>(kK);
   // Eight warps where V fills them and there are blocks for every multiprocessor all the same.
   constexpr int kWide = sizeof(T) == 2 && kK <= 128 ? 8 : 4;
   const int64_t chunks =
@@ -69,8 +73,8 @@ cudaError_t launch_chunk(const ChunkArgs& a, bool backward, cudaStream_t stream)
                       sizeof(PrepareShared<T, kK, kC>), a, stream)) {
     return e;
   }
-  if (auto e = wide ? launch_scans<kWide, T, kK>(a, backward, stream)
-                    : launch_scans<4, T, kK>(a, backward, stream)) {
+  if (auto e = wide ? launch_scans<kWide, T, kK, kC>(a, backward, stream)
+                    : launch_scans<4, T, kK, kC>(a, backward, stream)) {
     return e;
   }
   if (!backward) return cudaSuccess;
@@ -78,22 +82,25 @@ cudaError_t launch_chunk(const ChunkArgs& a, bool backward, cudaStream_t stream)
                 sizeof(GradientShared<T, kK, kC>), a, stream);
 }
 
+// `chunk`: chunk_tokens(), by which the workspaces are laid out.
 template <typename T>
-cudaError_t chunk_typed(const ChunkArgs& a, bool backward, cudaStream_t stream) {
+cudaError_t chunk_typed(const ChunkArgs& a, int chunk, bool backward, cudaStream_t stream) {
+  constexpr int kC = sizeof(T) == 4 ? 32 : 64;
   switch (padded_key_dim(a.key_dim)) {
     case 64:
-      return launch_chunk<T, 64>(a, backward, stream);
+      return launch_chunk<T, 64, kC>(a, backward, stream);
     case 128:
-      return launch_chunk<T, 128>(a, backward, stream);
+      return launch_chunk<T, 128, kC>(a, backward, stream);
     case 256:
-      return launch_chunk<T, 256>(a, backward, stream);
+      return chunk == kC ? launch_chunk<T, 256, kC>(a, backward, stream)
+                         : launch_chunk<T, 256, 32>(a, backward, stream);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
-extern template cudaError_t chunk_typed<float>(const ChunkArgs&, bool, cudaStream_t);
-extern template cudaError_t chunk_typed<__nv_bfloat16>(const ChunkArgs&, bool, cudaStream_t);
-extern template cudaError_t chunk_typed<__half>(const ChunkArgs&, bool, cudaStream_t);
+extern template cudaError_t chunk_typed<float>(const ChunkArgs&, int, bool, cudaStream_t);
+extern template cudaError_t chunk_typed<__nv_bfloat16>(const ChunkArgs&, int, bool, cudaStream_t);
+extern template cudaError_t chunk_typed<__half>(const ChunkArgs&, int, bool, cudaStream_t);
 
 }  // namespace efla::cuda

@@ -11,26 +11,19 @@
 
 namespace efla::cuda {
 
-template <typename T, int kK, int kC, int kWarps>
+template <int kThreads = 0, typename T, int kK, int kC, int kWarps>
 __device__ void load_reverse_stage(const ChunkArgs& a, ScanStage<T, kK, kC, kWarps>& s,
                                    int64_t slot, int64_t row, int64_t begin, int tokens, int hv,
                                    int column0) {
   const int hk = hv / (a.value_heads / a.heads);
-  load_tile<kC, kK>(s.k, kK + kTilePad, element<T>(a.k, row, begin, hk), a.k.token, tokens,
-                    a.key_dim, a.vector_k);
-  load_tile<kC, kK>(s.q, kK + kTilePad, element<T>(a.q, row, begin, hk), a.q.token, tokens,
-                    a.key_dim, a.vector_q);
-  load_tile<kC, kScanColumns<kWarps>>(
+  load_part<kThreads, kC, kK>(s.k, kK + kTilePad, element<T>(a.k, row, begin, hk), a.k.token,
+                              tokens, a.key_dim, a.vector_k);
+  load_part<kThreads, kC, kK>(s.q, kK + kTilePad, element<T>(a.q, row, begin, hk), a.q.token,
+                              tokens, a.key_dim, a.vector_q);
+  load_part<kThreads, kC, kScanColumns<kWarps>>(
       s.v, s.kValuePitch, element<T>(a.grad_o, row, begin, hv) + column0, a.grad_o.token, tokens,
       a.value_dim - column0, a.vector_grad_o);
-  const int64_t place = slot * a.value_heads + hv;
-  using S = Square<T>;
-  load_tile<kC, kC>(s.inverse, kC + kTilePad, static_cast<const S*>(a.inverse) + place * kC * kC,
-                    kC, kC, kC, true);
-  load_tile<kC, kC>(s.scores, kC + kTilePad, static_cast<const S*>(a.scores) + place * kC * kC, kC,
-                    kC, kC, true);
-  load_tile<kScanRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC, kScanRows, kC,
-                           true);
+  load_prepared<true, kThreads>(a, s, slot * a.value_heads + hv);
   commit_copies();
 }
 
@@ -109,10 +102,12 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_reverse_kernel(const ChunkA
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto* stages = reinterpret_cast<ScanStage<T, kK, kC, kWarps>*>(shared_bytes);
   const ScanPlace p = scan_place(a, kC, kScanColumns<kWarps>);
+  const int column = p.column0 + threadIdx.x / 32 * 16;  // the warp's first
 
   float state[kK / 8][4] = {};
   if (a.grad_final_state) {
-    visit_state<kK>(a, p, state, [&](int64_t i, float& x) { x = a.grad_final_state[i]; });
+    visit_state<kK>(a, p, state, 0, column,
+                    [&](int64_t i, float& x) { x = a.grad_final_state[i]; });
   }
   const int64_t chunks = (p.last - p.first + kC - 1) / kC;
   const auto load = [&](int64_t c) {
@@ -132,8 +127,7 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_reverse_kernel(const ChunkA
     __syncthreads();
     const int64_t place = (p.slot + c) * a.value_heads + p.hv;
     shorten_rows<true>(a, stage, place);
-    const int64_t warp_column = p.column0 + threadIdx.x / 32 * 16;
-    store_state_rows<T, kK>(static_cast<T*>(a.grad_states) + (place * a.columns + warp_column) * kK,
+    store_state_rows<T, kK>(static_cast<T*>(a.grad_states) + (place * a.columns + column) * kK,
                             state);
     reverse_chunk(state, stage);
     store_columns(static_cast<T*>(a.grad_r) + place * kC * a.columns + p.column0, a.columns,
@@ -141,7 +135,8 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_reverse_kernel(const ChunkA
     __syncthreads();
   }
   if (a.grad_initial_state) {
-    visit_state<kK>(a, p, state, [&](int64_t i, float& x) { a.grad_initial_state[i] = x; });
+    visit_state<kK>(a, p, state, 0, column,
+                    [&](int64_t i, float& x) { a.grad_initial_state[i] = x; });
   }
 }
 

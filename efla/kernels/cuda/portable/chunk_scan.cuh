@@ -12,7 +12,7 @@
 // chunk's tiles are copied while this one is computed.
 #pragma once
 
-#include "efla/kernels/cuda/portable/chunk_common.cuh"
+#include "efla/kernels/cuda/portable/chunk_tiles.cuh"
 
 namespace efla::cuda {
 
@@ -32,28 +32,36 @@ struct ScanStage {
   float scalars[kScanRows * kC];
 };
 
-template <bool kKeep, typename T, int kK, int kC, int kWarps>
+// What every scan needs of a chunk beside its own tensors.
+template <bool kScores, int kThreads, typename T, int kK, int kC, int kWarps>
+__device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanStage<T, kK, kC, kWarps>& s,
+                                              int64_t place) {
+  using S = Square<T>;
+  load_part<kThreads, kC, kC>(s.inverse, kC + kTilePad,
+                              static_cast<const S*>(a.inverse) + place * kC * kC, kC, kC, kC, true);
+  if constexpr (kScores) {
+    load_part<kThreads, kC, kC>(s.scores, kC + kTilePad,
+                                static_cast<const S*>(a.scores) + place * kC * kC, kC, kC, kC,
+                                true);
+  }
+  load_part<kThreads, kScanRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC,
+                                     kScanRows, kC, true);
+}
+
+template <bool kKeep, int kThreads = 0, typename T, int kK, int kC, int kWarps>
 __device__ void load_stage(const ChunkArgs& a, ScanStage<T, kK, kC, kWarps>& s, int64_t slot,
                            int64_t row, int64_t begin, int tokens, int hv, int column0) {
   const int hk = hv / (a.value_heads / a.heads);
-  load_tile<kC, kK>(s.k, kK + kTilePad, element<T>(a.k, row, begin, hk), a.k.token, tokens,
-                    a.key_dim, a.vector_k);
+  load_part<kThreads, kC, kK>(s.k, kK + kTilePad, element<T>(a.k, row, begin, hk), a.k.token,
+                              tokens, a.key_dim, a.vector_k);
   if constexpr (!kKeep) {
-    load_tile<kC, kK>(s.q, kK + kTilePad, element<T>(a.q, row, begin, hk), a.q.token, tokens,
-                      a.key_dim, a.vector_q);
+    load_part<kThreads, kC, kK>(s.q, kK + kTilePad, element<T>(a.q, row, begin, hk), a.q.token,
+                                tokens, a.key_dim, a.vector_q);
   }
-  load_tile<kC, kScanColumns<kWarps>>(s.v, s.kValuePitch, element<T>(a.v, row, begin, hv) + column0,
-                                      a.v.token, tokens, a.value_dim - column0, a.vector_v);
-  const int64_t place = slot * a.value_heads + hv;
-  using S = Square<T>;
-  load_tile<kC, kC>(s.inverse, kC + kTilePad, static_cast<const S*>(a.inverse) + place * kC * kC,
-                    kC, kC, kC, true);
-  if constexpr (!kKeep) {
-    load_tile<kC, kC>(s.scores, kC + kTilePad, static_cast<const S*>(a.scores) + place * kC * kC,
-                      kC, kC, kC, true);
-  }
-  load_tile<kScanRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC, kScanRows, kC,
-                           true);
+  load_part<kThreads, kC, kScanColumns<kWarps>>(
+      s.v, s.kValuePitch, element<T>(a.v, row, begin, hv) + column0, a.v.token, tokens,
+      a.value_dim - column0, a.vector_v);
+  load_prepared<!kKeep, kThreads>(a, s, slot * a.value_heads + hv);
   commit_copies();
 }
 
@@ -105,7 +113,7 @@ __device__ __forceinline__ void multiply_lower(float (&c)[kC / 8][4], const floa
 
 // state[16, kK] = gamma state + X^T Y for X^T [16, kC] in registers and Y [kC, kK] in shared
 // memory.
-template <typename T, int kK, int kC>
+template <typename T, int kK, int kC, int kPitch = kK + kTilePad>
 __device__ __forceinline__ void add_product(float (&state)[kK / 8][4], float gamma,
                                             const float (&x)[kC / 8][4], const T* y) {
   const Range range = range_of<T>(x, state);
@@ -116,7 +124,7 @@ __device__ __forceinline__ void add_product(float (&state)[kK / 8][4], float gam
 #pragma unroll
     for (int n0 = 0; n0 < kK; n0 += 16) {
       BFragment<T> b[2];
-      load_b(b, y, kK + kTilePad, i0, n0);
+      load_b(b, y, kPitch, i0, n0);
       mma<T>(state[n0 / 8], a, b[0]);
       mma<T>(state[n0 / 8 + 1], a, b[1]);
     }
@@ -230,19 +238,21 @@ __device__ inline ScanPlace scan_place(const ChunkArgs& a, int chunk, int column
   return p;
 }
 
-// Reads or writes a warp's rows of a float state [K, V]; `visit(offset, x)` sees each element that
-// exists. Element j of state[n]: column lane / 4 (+ 8), row n * 8 + lane % 4 * 2 (+ 1) of S.
-template <int kK, typename Visit>
+// Reads or writes a warp's part of a float state [K, V], kRows of it from `row` on and 16 columns
+// from `column0` on; `visit(offset, x)` sees each element that exists. Element j of state[n]:
+// column lane / 4 (+ 8), row n * 8 + lane % 4 * 2 (+ 1) of S.
+template <int kRows, typename Visit>
 __device__ __forceinline__ void visit_state(const ChunkArgs& a, const ScanPlace& p,
-                                            float (&state)[kK / 8][4], Visit visit) {
+                                            float (&state)[kRows / 8][4], int row, int column0,
+                                            Visit visit) {
   const int lane = threadIdx.x % 32;
-  const int column = p.column0 + threadIdx.x / 32 * 16 + lane / 4;
+  const int column = column0 + lane / 4;
   const int64_t base = (p.sequence * a.value_heads + p.hv) * int64_t{a.key_dim} * a.value_dim;
 #pragma unroll
-  for (int n = 0; n < kK / 8; ++n) {
+  for (int n = 0; n < kRows / 8; ++n) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int k = n * 8 + lane % 4 * 2 + j % 2, v = column + j / 2 * 8;
+      const int k = row + n * 8 + lane % 4 * 2 + j % 2, v = column + j / 2 * 8;
       if (k < a.key_dim && v < a.value_dim) visit(base + int64_t{k} * a.value_dim + v, state[n][j]);
     }
   }
@@ -253,10 +263,11 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_scan_kernel(const ChunkArgs
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto* stages = reinterpret_cast<ScanStage<T, kK, kC, kWarps>*>(shared_bytes);
   const ScanPlace p = scan_place(a, kC, kScanColumns<kWarps>);
+  const int column = p.column0 + threadIdx.x / 32 * 16;  // the warp's first
 
   float state[kK / 8][4] = {};
   if (a.initial_state) {
-    visit_state<kK>(a, p, state, [&](int64_t i, float& x) { x = a.initial_state[i]; });
+    visit_state<kK>(a, p, state, 0, column, [&](int64_t i, float& x) { x = a.initial_state[i]; });
   }
   const int64_t chunks = (p.last - p.first + kC - 1) / kC;
   const auto tokens_of = [&](int64_t c) {
@@ -279,9 +290,7 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_scan_kernel(const ChunkArgs
     const int64_t place = (p.slot + c) * a.value_heads + p.hv;
     shorten_rows<!kKeep>(a, stage, place);
     if constexpr (kKeep) {
-      const int64_t warp_column = p.column0 + threadIdx.x / 32 * 16;
-      store_state_rows<T, kK>(static_cast<T*>(a.states) + (place * a.columns + warp_column) * kK,
-                              state);
+      store_state_rows<T, kK>(static_cast<T*>(a.states) + (place * a.columns + column) * kK, state);
       scan_chunk<kKeep>(state, stage);
       store_columns(static_cast<T*>(a.u) + place * kC * a.columns + p.column0, a.columns, stage.v,
                     stage.kValuePitch, kC, kScanColumns<kWarps>);
@@ -295,7 +304,7 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_scan_kernel(const ChunkArgs
     __syncthreads();  // the stage is free for the chunk after the next
   }
   if (!kKeep && a.final_state) {
-    visit_state<kK>(a, p, state, [&](int64_t i, float& x) { a.final_state[i] = x; });
+    visit_state<kK>(a, p, state, 0, column, [&](int64_t i, float& x) { a.final_state[i] = x; });
   }
 }
 
