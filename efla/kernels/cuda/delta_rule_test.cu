@@ -10,6 +10,34 @@
 namespace efla::cuda {
 namespace {
 
+// K above 128, where 16-bit tensors have kernels of their own (portable/split_scan.cuh).
+std::vector<Case> wide_cases() {
+  std::vector<Case> all = {
+      {"Wide", 1, 200, 1, 1, 256, 128},
+      {"WideShort", 1, 33, 1, 2, 256, 256},
+      {"WideGrouped", 2, 130, 1, 2, 256, 72, Rule::kExactLog, true},
+      {"WideOdd", 1, 100, 2, 2, 131, 67, Rule::kExact, false, true},
+      {"WidePacked",
+       1,
+       300,
+       1,
+       2,
+       192,
+       64,
+       Rule::kEuler,
+       true,
+       true,
+       true,
+       {0, 0, 15, 100, 100, 290}},
+      {"WideNorms", 1, 256, 1, 1, 256, 64, Rule::kExact, false, false, true, {}, 6.0},
+  };
+  all.push_back({"WideLongKeys", 1, 130, 1, 1, 200, 64, Rule::kExact, true});
+  all.back().long_keys = true;
+  all.push_back({"WideLongKeysNorm", 1, 130, 1, 1, 256, 40, Rule::kExact, false, true});
+  all.back().long_keys = true;
+  return all;
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all = {
       {"One", 1, 1, 1, 1, 64, 64, Rule::kExact, false, false, true, {}, 1.0, 4.0},
@@ -23,7 +51,6 @@ std::vector<Case> cases() {
       {"OddSizes", 2, 70, 2, 2, 60, 100},
       {"Tiny", 2, 70, 1, 2, 7, 3, Rule::kExact, false, false, true, {}, 1.0, 2.0},
       {"ManyTiles", 50, 70, 2, 2, 64, 100},
-      {"WideKey", 1, 200, 1, 1, 256, 128},
       {"WideValue", 1, 100, 1, 1, 128, 512},
       {"Head32", 1, 200, 2, 2, 32, 32},
       {"Head96", 1, 200, 2, 2, 96, 96},
@@ -62,6 +89,7 @@ std::vector<Case> cases() {
   all.back().long_keys = true;
   all.push_back({"LongKeysNorm", 1, 130, 1, 1, 64, 64, Rule::kEuler, false, true});
   all.back().long_keys = true;
+  for (const Case& c : wide_cases()) all.push_back(c);
   for (const auto& [name, rule] : kNamedRules) {
     const bool rk = rule == Rule::kRk2 || rule == Rule::kRk4;
     all.push_back({std::string("Rule") + name, 1, 150, 2, 2, 64, 64, rule, false, true});
@@ -74,7 +102,7 @@ std::vector<Case> cases() {
 enum class Kernel { kRecurrent, kChunk };
 
 template <typename T>
-void check(const Case& c, Kernel kernel, double tolerance) {
+void check(const Case& c, Kernel kernel, double tolerance, Family family = Family::kPortable) {
   if (sizeof(T) == 2) tolerance *= c.slack;
   Setup<T> s;
   make(c, s);
@@ -87,8 +115,8 @@ void check(const Case& c, Kernel kernel, double tolerance) {
               c.value_dim};
   params.final_state = final_state.data();
   if (kernel == Kernel::kChunk) {
-    Buffer<unsigned char> workspace(chunk_forward_workspace(params, Family::kPortable));
-    CUDA_OK(chunk_forward(params, workspace.data(), nullptr, Family::kPortable));
+    Buffer<unsigned char> workspace(chunk_forward_workspace(params, family));
+    CUDA_OK(chunk_forward(params, workspace.data(), nullptr, family));
     CUDA_OK(cudaDeviceSynchronize());
   } else {
     CUDA_OK(recurrent_forward(params, nullptr));
@@ -109,6 +137,18 @@ TEST_P(DeltaRule, BackwardBFloat16) {
   check_backward<__nv_bfloat16>(GetParam(), 6e-3, Family::kPortable);
 }
 TEST_P(DeltaRule, BackwardHalf) { check_backward<__half>(GetParam(), 3e-3, Family::kPortable); }
+
+// The kernels that devices with less shared memory than an H200's run.
+class SmallDevice : public DeltaRule {};
+
+TEST_P(SmallDevice, BFloat16) {
+  check<__nv_bfloat16>(GetParam(), Kernel::kChunk, 4e-3, Family::kPortableSmall);
+  check_backward<__nv_bfloat16>(GetParam(), 6e-3, Family::kPortableSmall);
+}
+TEST_P(SmallDevice, Half) {
+  check<__half>(GetParam(), Kernel::kChunk, 2e-3, Family::kPortableSmall);
+  check_backward<__half>(GetParam(), 3e-3, Family::kPortableSmall);
+}
 
 // step on a pool whose rows are in another order, with one row of padding.
 template <typename T, typename State>
@@ -180,6 +220,9 @@ std::vector<Case> step_cases() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, Step, testing::ValuesIn(step_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Cases, SmallDevice, testing::ValuesIn(wide_cases()),
                          [](const auto& info) { return info.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Cases, DeltaRule, testing::ValuesIn(cases()),

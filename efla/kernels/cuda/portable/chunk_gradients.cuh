@@ -16,97 +16,25 @@
 #pragma once
 
 #include "efla/kernels/cuda/portable/chunk_gradients_scalars.cuh"
+#include "efla/kernels/cuda/portable/chunk_gradients_values.cuh"
 
 namespace efla::cuda {
 
 template <typename T, int kK, int kC>
-struct GradientBlock {
-  using Shared = GradientShared<T, kK, kC>;
-  static constexpr int kPasses = Shared::kPasses;
-  static constexpr int kColumns = Shared::kPassColumns / Shared::kColumnWarps;  // of K, per warp
-  static constexpr int kPair = 2 * kC / Shared::kColumnWarps;                   // of [dL | dP]
-  static constexpr int kThreads = kGradientThreads<kC>;
-  static constexpr int kCopyThreads = kPasses == 2 ? kThreads : 0;
-  static_assert(kColumns % 16 == 0 && kPair % 16 == 0);
+struct GradientBlock : GradientValues<T, kK, kC> {
+  using Base = GradientValues<T, kK, kC>;
+  using Base::a, Base::s, Base::chunk, Base::hv, Base::lane, Base::warp, Base::m0, Base::wc;
+  using Base::kColumns, Base::kPair, Base::kPasses, Base::kPerRow, Base::kThreads;
+  using Base::scores, Base::i0, Base::row, Base::column, Base::first;
+  using Base::x, Base::y, Base::z, Base::pair, Base::write_dot, Base::state_dot;
+  using typename Base::Shared;
 
-  const ChunkArgs& a;
-  Shared& s;
-  const Chunk chunk;
-  const int64_t place;
-  const int hv;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int m0 = warp % Shared::kRowWarps * 16;  // first row
-  const int wc = warp / Shared::kRowWarps;
-  const bool scores = wc >= Shared::kColumnWarps / 2;      // dP rather than dL
-  const int i0 = wc % (Shared::kColumnWarps / 2) * kPair;  // first column of dL or dP
-
-  float z[kColumns / 8][4], y[kColumns / 8][4], x[kColumns / 8][4];
   float grad_q[kPasses][kColumns / 8][4], grad_k[kPasses][kColumns / 8][4];
-  float pair[kPair / 8][4] = {};
-  float write_dot = 0.f;  // part of dR.v of row threadIdx.x / kPerRow
-  float state_dot = 0.f;  // part of <S0, dS>
-  static constexpr int kPerRow = kThreads / kC;
 
-  __device__ int row(int j) const { return m0 + lane / 4 + 8 * (j / 2); }
-  __device__ int column(int n, int j) const { return n * 8 + lane % 4 * 2 + j % 2; }
-  // First column of K.
-  __device__ int first(int pass) const { return pass * Shared::kPassColumns + wc * kColumns; }
-
-  // Starts the copies of one tile of V. (V itself and dL, dP belong to the first pass.)
-  __device__ void load_values(int pass, int column0, typename Shared::Values& x) {
-    constexpr int kG = kGradientColumns, kPart = Shared::kPassColumns;
-    const auto* u = static_cast<const T*>(a.u) + place * kC * a.columns + column0;
-    const auto* r = static_cast<const T*>(a.grad_r) + place * kC * a.columns + column0;
-    const int64_t state0 = (place * a.columns + column0) * kK + pass * kPart;
-    load_part<kCopyThreads, kC, kG>(x.u, Shared::kValuePitch, u, a.columns, kC, kG, true);
-    load_part<kCopyThreads, kC, kG>(x.r, Shared::kValuePitch, r, a.columns, kC, kG, true);
-    load_part<kCopyThreads, kC, kG>(
-        x.grad_o, Shared::kValuePitch, element<T>(a.grad_o, chunk.row, chunk.begin, hv) + column0,
-        a.grad_o.token, chunk.tokens, a.value_dim - column0, a.vector_grad_o);
-    if (pass == 0) {
-      load_part<kCopyThreads, kC, kG>(x.v, Shared::kValuePitch,
-                                      element<T>(a.v, chunk.row, chunk.begin, hv) + column0,
-                                      a.v.token, chunk.tokens, a.value_dim - column0, a.vector_v);
-    }
-    load_part<kCopyThreads, kG, kPart>(x.state, Shared::kStatePitch,
-                                       static_cast<const T*>(a.states) + state0, kK, kG, kPart,
-                                       true);
-    load_part<kCopyThreads, kG, kPart>(x.grad_state, Shared::kStatePitch,
-                                       static_cast<const T*>(a.grad_states) + state0, kK, kG, kPart,
-                                       true);
-    commit_copies();
-  }
-
-  // All tiles of V in every pass, the next one's copies under way while one is multiplied; those of
-  // the very first have been started.
   __device__ void add_all_values() {
-    const int tiles = (a.value_dim + kGradientColumns - 1) / kGradientColumns;
-    int stage = 0;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) z[n][j] = y[n][j] = x[n][j] = 0.f;
-      }
-#pragma unroll 1
-      for (int tile = 0; tile < tiles; ++tile) {
-        const bool last = tile + 1 == tiles;
-        if (Shared::kStages == 1 && pass + tile > 0) {
-          load_values(pass, tile * kGradientColumns, s.values[0]);
-        }
-        if (Shared::kStages == 2 && !(last && pass + 1 == kPasses)) {
-          load_values(last ? pass + 1 : pass, last ? 0 : (tile + 1) * kGradientColumns,
-                      s.values[1 - stage]);
-          wait_copies<1>();
-        } else {
-          wait_copies<0>();
-        }
-        __syncthreads();
-        add_values(pass, tile * kGradientColumns, s.values[stage]);
-        __syncthreads();
-        if constexpr (Shared::kStages == 2) stage = 1 - stage;
-      }
+      this->add_pass(pass);
       finish_pass(pass);
     }
   }
@@ -138,85 +66,12 @@ struct GradientBlock {
     if (pass == 0) finish_pairs();
   }
 
-  // Products over one tile of V, and what is elementwise in it.
-  __device__ void add_values(int pass, int column0, const typename Shared::Values& tile) {
-    const int c0 = wc * kColumns;
-#pragma unroll
-    for (int v0 = 0; v0 < kGradientColumns; v0 += 16) {
-      const auto ar = load_a(tile.r, Shared::kValuePitch, m0, v0);
-      const auto ao = load_a(tile.grad_o, Shared::kValuePitch, m0, v0);
-      const auto au = load_a(tile.u, Shared::kValuePitch, m0, v0);
-      const auto left = choose(scores, ao, ar);
-      BFragment<T> b[2];
-#pragma unroll
-      for (int n = 0; n < kPair; n += 16) {
-        if (i0 + n > m0 || pass > 0) continue;  // above the diagonal
-        load_b_transposed(b, tile.u, Shared::kValuePitch, v0, i0 + n);
-        mma<T>(pair[n / 8], left, b[0]);
-        mma<T>(pair[n / 8 + 1], left, b[1]);
-      }
-#pragma unroll
-      for (int n = 0; n < kColumns; n += 16) {
-        load_b(b, tile.state, Shared::kStatePitch, v0, c0 + n);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          mma<T>(z[n / 8 + j], ar, b[j]);
-          mma<T>(y[n / 8 + j], ao, b[j]);
-        }
-        load_b(b, tile.grad_state, Shared::kStatePitch, v0, c0 + n);
-        mma<T>(x[n / 8], au, b[0]);
-        mma<T>(x[n / 8 + 1], au, b[1]);
-      }
-    }
-    if (pass == 0) add_elements(column0, tile);
-    if (a.log_decay.data) {  // nobody else asks for <S0, dS>
-      constexpr int kPart = Shared::kPassColumns;
-      for (int i = 2 * threadIdx.x; i < kGradientColumns * kPart; i += 2 * kThreads) {
-        const int at = i / kPart * Shared::kStatePitch + i % kPart;
-        const float2 x = load_two(tile.state + at), y = load_two(tile.grad_state + at);
-        state_dot += x.x * y.x + x.y * y.y;
-      }
-    }
-  }
-
-  // dV and the parts of dR.v.
-  __device__ void add_elements(int column0, const typename Shared::Values& tile) {
-    constexpr int kCount = kGradientColumns / kPerRow;
-    const int t = threadIdx.x / kPerRow, c = threadIdx.x % kPerRow * kCount;
-    T* grad_v = static_cast<T*>(a.grad_v.data) + chunk.row * a.grad_v.batch +
-                (chunk.begin + t) * a.grad_v.token + hv * a.grad_v.head + column0;
-    const float write = s.scalars.write[t] * s.scalars.norm[t];
-    float out[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const float2 r = load_two(tile.r + t * Shared::kValuePitch + c + i);
-      const float2 v = load_two(tile.v + t * Shared::kValuePitch + c + i);
-      write_dot += r.x * v.x + r.y * v.y;
-      out[i] = write * r.x, out[i + 1] = write * r.y;
-    }
-    if (t >= chunk.tokens) return;
-    if (has_vectors<T>(a.grad_v, a.value_dim)) {
-      if (column0 + c >= a.value_dim) return;
-      if constexpr (sizeof(T) == 2) {
-        *reinterpret_cast<uint2*>(grad_v + c) =
-            make_uint2(pack<T>(out[0], out[1]), pack<T>(out[2], out[3]));
-      } else {
-        *reinterpret_cast<float4*>(grad_v + c) = make_float4(out[0], out[1], out[2], out[3]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (column0 + c + i < a.value_dim) grad_v[c + i] = T(out[i]);
-      }
-    }
-  }
-
   // The range in which half keeps operand kSide: 0 symmetric, 1 query_side, 2 key_side. Once
   // finish_pairs() has left `most`.
   template <int kSide>
   __device__ Range side_range() const {
     if constexpr (!std::is_same_v<T, __half>) return {};
-    constexpr int kWarps = kGradientThreads<kC> / 32;  // the first half has dL, the second dP
+    constexpr int kWarps = kThreads / 32;  // the first half has dL, the second dP
     const int from = kSide == 0 ? 0 : kWarps / 2;
     float most = 0.f;
     if (lane >= from && lane < from + kWarps / 2) {
@@ -228,6 +83,7 @@ struct GradientBlock {
   // From dR U^T and dO U^T to the three C x C operands, with their row and column sums.
   __device__ void finish_pairs() {
     const TokenScalars<kC, Gate<T>>& w = s.scalars;
+    const bool has_decay = a.log_decay.data != nullptr;
     float gram[kPair / 8][4] = {};
 #pragma unroll
     for (int k0 = 0; k0 < kK; k0 += 16) {
@@ -249,8 +105,9 @@ struct GradientBlock {
       for (int j = 0; j < 4; ++j) {
         const int t = row(j), i = i0 + column(n, j);
         const bool inside = scores ? i <= t : i < t;
-        const float decay = inside ? exp_gate(w.cumulative[t] - w.cumulative[i]) : 0.f;
-        const float m = decay * pair[n][j] / w.norm[i];  // D o dP, or -D o dL / |k_t|
+        const float gate = has_decay ? exp_gate(w.cumulative[t] - w.cumulative[i]) : 1.f;
+        // D o dP, or -D o dL / |k_t|
+        const float m = inside ? gate * pair[n][j] * s.out_norm[i] : 0.f;
         if (scores) {
           const float both = m * w.query[t] * w.key_scale[i] * gram[n][j];
           rows[j / 2] += both;
@@ -491,7 +348,7 @@ __global__ void __launch_bounds__(kGradientThreads<kC>) chunk_gradients_kernel(c
   const int hv = blockIdx.x % a.value_heads, group = a.value_heads / a.heads;
   const Chunk chunk = locate(a, blockIdx.x / a.value_heads, kC);
   if (chunk.sequence < 0) return;
-  constexpr int kCopyThreads = GradientBlock<T, kK, kC>::kCopyThreads;
+  constexpr int kCopyThreads = Shared::kPasses == 2 ? kGradientThreads<kC> : 0;
   load_part<kCopyThreads, kC, kK>(s.k, Shared::kPitch,
                                   element<T>(a.k, chunk.row, chunk.begin, hv / group), a.k.token,
                                   chunk.tokens, a.key_dim, a.vector_k);
@@ -499,8 +356,9 @@ __global__ void __launch_bounds__(kGradientThreads<kC>) chunk_gradients_kernel(c
                                   element<T>(a.q, chunk.row, chunk.begin, hv / group), a.q.token,
                                   chunk.tokens, a.key_dim, a.vector_q);
   commit_copies();
-  GradientBlock<T, kK, kC> block{a, s, chunk, place, hv};
-  block.load_values(0, 0, s.values[0]);
+  GradientBlock<T, kK, kC> block{{a, s, chunk, place, hv}};
+  block.load(0, 0, s.values[0]);
+  if (threadIdx.x == 0) s.vector_grad_v = has_vectors<T>(a.grad_v, a.value_dim);
   wait_copies<1>();
   __syncthreads();
   make_scalars<T, kK, kC>(a, chunk, hv, s.k, s.q, s.scalars);

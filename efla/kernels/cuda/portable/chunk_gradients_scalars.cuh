@@ -23,6 +23,7 @@ __device__ void make_factors(const ChunkArgs& a, GradientShared<T, kK, kC>& s) {
   s.z_factor[t] = -w.erase[t] * gamma * w.norm[t];
   s.x_factor[t] = out / w.norm[t];
   s.y_factor[t] = a.scale * gamma;
+  s.out_norm[t] = 1.f / w.norm[t];
 }
 
 // de, dw, dG, then through the step rule to dbeta and dlog_decay, which it writes, and dlambda,
@@ -54,12 +55,14 @@ __device__ void finish_scalars(const ChunkArgs& a, GradientShared<T, kK, kC>& s,
   }
   __syncthreads();
   if (t >= kC) return;
-  Gate<T> grad_gate = 0;
-  for (int i = 0; i < kC; ++i) grad_gate += s.out_dot[i] + (i >= t ? s.grad_gate[i] : 0.f);
-  float states = 0.f;
-  for (float part : s.state_dot) states += part;
-  grad_gate += exp_gate(w.total) * states;
   const bool has_decay = a.log_decay.data != nullptr;
+  Gate<T> grad_gate = 0;
+  if (has_decay) {  // nobody else asks for it
+    for (int i = 0; i < kC; ++i) grad_gate += s.out_dot[i] + (i >= t ? s.grad_gate[i] : 0.f);
+    float states = 0.f;
+    for (float part : s.state_dot) states += part;
+    grad_gate += exp_gate(w.total) * states;
+  }
   const auto g = key_coefficients_backward(
       a.rule, w.beta[t], w.lambda[t], rule_unit(a, w, t), has_decay, w.log_decay[t],
       {static_cast<float>(grad_gate), grad_erase, w.norm[t] * s.write_dot[t]});

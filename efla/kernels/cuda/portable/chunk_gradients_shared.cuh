@@ -46,6 +46,8 @@ struct GradientShared {
   float write_dot[kC];                         // dR.v
   float grad_gate[kC], out_dot[kC];            // dG; X_t
   float z_factor[kC], x_factor[kC], y_factor[kC], k_factor[kC];
+  float out_norm[kC];  // 1 / norm
+  bool vector_grad_v;  // rows of dV may be written in pieces
 };
 
 // One of two operands, in registers.

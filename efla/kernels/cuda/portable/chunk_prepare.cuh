@@ -50,11 +50,36 @@ __device__ __forceinline__ void multiply_tile(const float* a, const float* b, in
   }
 }
 
+// Makes inverses of blocks of 2 * half from those of half: [A11 0; -A22 L21 A11 A22].
+template <int kC>
+__device__ __forceinline__ void merge_blocks(float (&lower)[kC][kC + 1],
+                                             float (&inverse)[kC][kC + 1], const int half) {
+  constexpr int kPitch = kC + 1;
+  const int side = half / 16, tiles = kC / (2 * half) * side * side;
+  const auto place = [&](int i, int& base, int& r, int& c) {
+    base = i / (side * side) * 2 * half;
+    r = i / side % side * 16;
+    c = i % side * 16;
+  };
+  int base, r, c;
+  for (int i = threadIdx.x / 32; i < tiles; i += kC / 16) {
+    place(i, base, r, c);
+    multiply_tile(&lower[base + half + r][base], &inverse[base][base + c], kPitch, half, 1.f,
+                  &lower[base + r][base + half + c]);  // L21 A11
+  }
+  __syncthreads();
+  for (int i = threadIdx.x / 32; i < tiles; i += kC / 16) {
+    place(i, base, r, c);
+    multiply_tile(&inverse[base + half + r][base + half], &lower[base][base + half + c], kPitch,
+                  half, -1.f, &inverse[base + half + r][base + c]);
+  }
+  __syncthreads();
+}
+
 // Inverts the unit lower triangle I + lower: diagonal blocks of 16 by substitution, one thread per
-// column, then pairs of blocks, [A11 0; -A22 L21 A11 A22], 16 x 16 tiles of which go to the warps.
+// column, then pairs of blocks, 16 x 16 tiles of which go to the warps.
 template <int kC>
 __device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1]) {
-  constexpr int kPitch = kC + 1;
   for (int i = threadIdx.x; i < kC * kC; i += blockDim.x) inverse[i / kC][i % kC] = 0.f;
   __syncthreads();
   if (threadIdx.x < kC) {
@@ -69,28 +94,8 @@ __device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1])
     }
   }
   __syncthreads();
-#pragma unroll 1
-  for (int half = 16; half < kC; half *= 2) {
-    const int side = half / 16, tiles = kC / (2 * half) * side * side;
-    const auto place = [&](int i, int& base, int& r, int& c) {
-      base = i / (side * side) * 2 * half;
-      r = i / side % side * 16;
-      c = i % side * 16;
-    };
-    int base, r, c;
-    for (int i = threadIdx.x / 32; i < tiles; i += blockDim.x / 32) {
-      place(i, base, r, c);
-      multiply_tile(&lower[base + half + r][base], &inverse[base][base + c], kPitch, half, 1.f,
-                    &lower[base + r][base + half + c]);  // L21 A11
-    }
-    __syncthreads();
-    for (int i = threadIdx.x / 32; i < tiles; i += blockDim.x / 32) {
-      place(i, base, r, c);
-      multiply_tile(&inverse[base + half + r][base + half], &lower[base][base + half + c], kPitch,
-                    half, -1.f, &inverse[base + half + r][base + c]);
-    }
-    __syncthreads();
-  }
+#pragma unroll
+  for (int half = 16; half < kC; half *= 2) merge_blocks<kC>(lower, inverse, half);
 }
 
 // The rows of ScalarRow, from the tokens' scalars. Called by the whole block.
@@ -143,10 +148,10 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
   const Chunk chunk = locate(a, slot, kC);
   if (chunk.sequence < 0) return;
 
-  load_tile<kC, kK>(s.tiles.k, kPitch, element<T>(a.k, chunk.row, chunk.begin, hk), a.k.token,
-                    chunk.tokens, a.key_dim, a.vector_k);
-  load_tile<kC, kK>(s.tiles.q, kPitch, element<T>(a.q, chunk.row, chunk.begin, hk), a.q.token,
-                    chunk.tokens, a.key_dim, a.vector_q);
+  load_tile_by<2 * kC, kC, kK>(s.tiles.k, kPitch, element<T>(a.k, chunk.row, chunk.begin, hk),
+                               a.k.token, chunk.tokens, a.key_dim, a.vector_k);
+  load_tile_by<2 * kC, kC, kK>(s.tiles.q, kPitch, element<T>(a.q, chunk.row, chunk.begin, hk),
+                               a.q.token, chunk.tokens, a.key_dim, a.vector_q);
   commit_copies();
   wait_copies<0>();
   __syncthreads();
@@ -161,15 +166,18 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
   for (int k0 = 0; k0 < kK; k0 += 16) {
     const auto ak = load_a(s.tiles.k, kPitch, m0, k0);
     const auto aq = load_a(s.tiles.q, kPitch, m0, k0);
+    BFragment<T> b[kC / 16][2];
+#pragma unroll
+    for (int n = 0; n < kC / 16; ++n) {  // those above the diagonal are not used
+      if (n * 16 <= m0) load_b_transposed(b[n], s.tiles.k, kPitch, k0, n * 16);
+    }
 #pragma unroll
     for (int n = 0; n < kC / 16; ++n) {
-      if (n * 16 > m0) continue;  // above the diagonal
-      BFragment<T> b[2];
-      load_b_transposed(b, s.tiles.k, kPitch, k0, n * 16);
+      if (n * 16 > m0) continue;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        mma<T>(kk[2 * n + j], ak, b[j]);
-        mma<T>(qk[2 * n + j], aq, b[j]);
+        mma<T>(kk[2 * n + j], ak, b[n][j]);
+        mma<T>(qk[2 * n + j], aq, b[n][j]);
       }
     }
   }
@@ -178,6 +186,7 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
   auto& triangles = s.triangles;
   using S = Square<T>;
   S* scores = static_cast<S*>(a.scores) + place * kC * kC;
+  const bool has_decay = a.log_decay.data != nullptr;
 #pragma unroll
   for (int n = 0; n < kC / 8; ++n) {
 #pragma unroll
@@ -188,8 +197,8 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int i = n * 8 + lane % 4 * 2 + j;
-        const float key =
-            i <= t ? exp_gate(x.cumulative[t] - x.cumulative[i]) * x.inverse_norm[i] : 0.f;
+        const float gate = has_decay ? exp_gate(x.cumulative[t] - x.cumulative[i]) : 1.f;
+        const float key = i <= t ? gate * x.inverse_norm[i] : 0.f;
         p[j] = query * qk[n][2 * half + j] * key;
         triangles.lower[t][i] =
             i < t ? x.erase[t] * x.norm[t] * x.key_scale[t] * kk[n][2 * half + j] * key : 0.f;

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "efla/flow/long_key.h"
-#include "efla/kernels/cuda/portable/chunk_common.cuh"
+#include "efla/kernels/cuda/portable/chunk_tiles.cuh"
 
 namespace efla::cuda {
 
@@ -72,50 +72,75 @@ __device__ __forceinline__ float shorten_row(T* x, float& square) {
   return unit;
 }
 
+// The same for all long rows of a chunk: `square[r]` of row r of the tile, which becomes that of
+// what is left; unit[r] is what the row was divided by. Called by the whole block, its warps' rows
+// apart; apart, because it hardly ever runs.
+template <typename T, int kK, int kC, typename IsLong>
+__device__ __forceinline__ void shorten_tile(T* tile, float* square, float* unit, IsLong is_long) {
+  for (int r = threadIdx.x / 32; r < kC; r += blockDim.x / 32) {
+    float left = square[r];
+    if (!is_long(left)) continue;
+    const float divisor = shorten_row<T, kK>(tile + r * (kK + kTilePad), left);
+    if (threadIdx.x % 32 == 0) square[r] = left, unit[r] = divisor;
+  }
+}
+
 // Fills `s` from the tiles k and q [kC, kK], whose long rows it shortens. Called by a whole block
 // of at least kC threads.
 template <typename T, int kK, int kC>
 __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, T* k, T* q,
                              TokenScalars<kC, Gate<T>>& s) {
   constexpr int kPitch = kK + kTilePad;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, t = threadIdx.x;
+  float(&key_square)[kC] = s.lambda, (&query_square)[kC] = s.query_norm;  // at first
+#pragma unroll 2
   for (int r = threadIdx.x / 32; r < kC; r += blockDim.x / 32) {
     float kk = 0.f, qq = 0.f;
 #pragma unroll
-    for (int c = lane; c < kK; c += 32) {
-      const float kx = static_cast<float>(k[r * kPitch + c]);
-      const float qx = static_cast<float>(q[r * kPitch + c]);
-      kk += kx * kx;
-      qq += qx * qx;
+    for (int c = 2 * lane; c < kK; c += 64) {
+      const float2 kx = load_two(k + r * kPitch + c), qx = load_two(q + r * kPitch + c);
+      kk += kx.x * kx.x + kx.y * kx.y;
+      qq += qx.x * qx.x + qx.y * qx.y;
     }
-    kk = sum_warp(kk), qq = sum_warp(qq);
-    float key_unit = 1.f, query_unit = 1.f;
-    if constexpr (!std::is_same_v<T, __half>) {
-      if (a.qk_l2norm ? is_long(kk) : is_long_key(a.rule, kk)) {
-        key_unit = shorten_row<T, kK>(k + r * kPitch, kk);
+    // The upper half of the warp adds up the query's.
+    float sum = lane < 16 ? kk : qq;
+    sum += __shfl_xor_sync(0xffffffffu, lane < 16 ? qq : kk, 16);
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    if (lane % 16 == 0) (lane == 0 ? key_square : query_square)[r] = sum;
+  }
+  if (t < kC) s.key_unit[t] = s.query_unit[t] = 1.f;
+  __syncthreads();
+  if constexpr (!std::is_same_v<T, __half>) {
+    const auto long_key = [&](float x) {
+      return a.qk_l2norm ? is_long(x) : is_long_key(a.rule, x);
+    };
+    const bool any =
+        t < kC && (long_key(key_square[t]) || (a.qk_l2norm && is_long(query_square[t])));
+    if (__syncthreads_or(any)) {
+      shorten_tile<T, kK, kC>(k, key_square, s.key_unit, long_key);
+      if (a.qk_l2norm) {
+        shorten_tile<T, kK, kC>(q, query_square, s.query_unit, [](float x) { return is_long(x); });
       }
-      if (a.qk_l2norm && is_long(qq)) query_unit = shorten_row<T, kK>(q + r * kPitch, qq);
-    }
-    if (lane == 0) {
-      const float key_square = key_unit == 1.f ? kk + 1e-6f : kk;  // with l2 normalisation
-      const float query_square = query_unit == 1.f ? qq + 1e-6f : qq;
-      s.key_unit[r] = key_unit;
-      s.query_unit[r] = query_unit;
-      s.key_scale[r] = a.qk_l2norm ? rsqrtf(key_square) : 1.f;
-      s.query[r] = a.scale * (a.qk_l2norm ? rsqrtf(query_square) : 1.f);
-      s.query_norm[r] = fabsf(s.query[r]) * sqrtf(qq);
-      s.lambda[r] = a.qk_l2norm ? kk / key_square : kk;
-      s.norm[r] = kk > 0.f ? sqrtf(s.lambda[r]) : 1.f;
-      s.inverse_norm[r] = kk > 0.f ? rsqrtf(kk) : s.key_scale[r];
+      __syncthreads();
     }
   }
-  __syncthreads();
-  const int t = threadIdx.x;
+  const bool has_decay = a.log_decay.data != nullptr;
   if (t < kC) {
+    const float kk = key_square[t], qq = query_square[t];
+    const float key_added = s.key_unit[t] == 1.f ? kk + 1e-6f : kk;  // with l2 normalisation
+    const float query_added = s.query_unit[t] == 1.f ? qq + 1e-6f : qq;
+    s.key_scale[t] = a.qk_l2norm ? rsqrtf(key_added) : 1.f;
+    s.query[t] = a.scale * (a.qk_l2norm ? rsqrtf(query_added) : 1.f);
+    s.query_norm[t] = fabsf(s.query[t]) * sqrtf(qq);
+    s.lambda[t] = a.qk_l2norm ? kk / key_added : kk;
+    s.norm[t] = kk > 0.f ? sqrtf(s.lambda[t]) : 1.f;
+    s.inverse_norm[t] = kk > 0.f ? rsqrtf(kk) : s.key_scale[t];
     StepCoefficients<float> c{0.f, 0.f, 0.f};
     float beta = 0.f, log_decay = 0.f;
     if (t < chunk.tokens) {
-      const bool has_decay = a.log_decay.data != nullptr;
       beta = *element<float>(a.beta, chunk.row, chunk.begin + t, hv);
       if (has_decay) log_decay = *element<float>(a.log_decay, chunk.row, chunk.begin + t, hv);
       c = key_coefficients(a.rule, beta, s.lambda[t], rule_unit(a, s, t), has_decay, log_decay);
@@ -125,8 +150,11 @@ __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, T* 
     s.erase[t] = c.erase;
     s.write[t] = c.write;
     s.log_gate[t] = c.log_gate;
+    s.cumulative[t] = 0;
+    if (t == 0) s.total = 0;
   }
   __syncthreads();
+  if (!has_decay) return;
   if (t < kC) {
     Gate<T> cumulative = 0;
     for (int i = 0; i < kC; ++i) {
