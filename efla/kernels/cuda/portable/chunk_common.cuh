@@ -42,9 +42,10 @@ struct ChunkArgs {
   Rule rule;
   bool qk_l2norm;
   bool vector_q, vector_k, vector_v;  // rows may be read 16 bytes at a time
-  void* inverse;                      // A_hat = (I + L_hat)^-1, [slots, HV, C, C], Square<T>
-  void* scores;                       // P_hat, [slots, HV, C, C], Square<T>
-  float* scalars;                     // [slots, HV, kScalarRows, C]
+  // Lower triangles; blocks of 16 x 16 above the diagonal are neither written nor read.
+  void* inverse;   // A_hat = (I + L_hat)^-1, [slots, HV, C, C], Square<T>
+  void* scores;    // P_hat, [slots, HV, C, C], Square<T>
+  float* scalars;  // [slots, HV, kScalarRows, C]
 
   // Backward only, but for `columns` on Hopper: V rounded up to whole tiles. The matrices over it
   // are zero beyond V, and beyond K.
@@ -61,6 +62,13 @@ struct ChunkArgs {
   void* u;            // U_hat, [slots, HV, C, columns], storage type
   void* grad_r;       // dR_hat, likewise
 };
+
+// Columns of K, padded to kK, that the kernels of 16-bit tensors look at: all, or all but the last
+// 32. (They must not ask for more: a state is not written there.)
+template <int kK>
+__device__ __forceinline__ int used_keys(const ChunkArgs& a) {
+  return kK <= 128 && a.key_dim <= kK - 32 ? kK - 32 : kK;
+}
 
 // Where one chunk lies in the batch.
 struct Chunk {

@@ -13,12 +13,12 @@ __device__ __forceinline__ float total_dot(const GradientShared<T, kK, kC>& s, i
   return sum;
 }
 
-// What multiplies the rows of Z, X and Y in dK and dQ. One thread per token.
+// What multiplies the rows of Z, X and Y in dK and dQ. Called by the first kC threads, one per
+// token.
 template <typename T, int kK, int kC>
 __device__ void make_factors(const ChunkArgs& a, GradientShared<T, kK, kC>& s) {
   const TokenScalars<kC, Gate<T>>& w = s.scalars;
   const int t = threadIdx.x;
-  if (t >= kC) return;
   const float gamma = exp_gate(w.cumulative[t]), out = exp_gate(w.total - w.cumulative[t]);
   s.z_factor[t] = -w.erase[t] * gamma * w.norm[t];
   s.x_factor[t] = out / w.norm[t];
@@ -33,29 +33,32 @@ __device__ void finish_scalars(const ChunkArgs& a, GradientShared<T, kK, kC>& s,
                                int hv) {
   using Shared = GradientShared<T, kK, kC>;
   const TokenScalars<kC, Gate<T>>& w = s.scalars;
+  const bool has_decay = a.log_decay.data != nullptr;
   const int t = threadIdx.x;
   float grad_erase = 0.f;
   if (t < kC) {
     const float gamma = exp_gate(w.cumulative[t]), out = exp_gate(w.total - w.cumulative[t]);
     const float zk = w.norm[t] * w.key_scale[t] * total_dot(s, 0, t);
-    const float yq = w.query[t] * gamma * total_dot(s, 1, t);
-    const float xk = out * w.key_scale[t] / w.norm[t] * total_dot(s, 2, t);
-    float rows[2] = {}, columns[2] = {};
+    float rows[2] = {};
     for (int i = 0; i < Shared::kColumnWarps; ++i) {
       rows[i >= Shared::kColumnWarps / 2] += s.row_sum[i][t];
     }
-    for (int i = 0; i < Shared::kRowWarps; ++i) {
-      columns[0] += s.column_sum[0][i][t];
-      columns[1] += s.column_sum[1][i][t];
-    }
     grad_erase = rows[0] - gamma * zk;
-    s.grad_gate[t] = w.erase[t] * rows[0] - columns[0] + rows[1] - columns[1] + yq -
-                     w.erase[t] * gamma * zk - xk;
-    s.out_dot[t] = xk;
+    if (has_decay) {
+      const float yq = w.query[t] * gamma * total_dot(s, 1, t);
+      const float xk = out * w.key_scale[t] / w.norm[t] * total_dot(s, 2, t);
+      float columns[2] = {};
+      for (int i = 0; i < Shared::kRowWarps; ++i) {
+        columns[0] += s.column_sum[0][i][t];
+        columns[1] += s.column_sum[1][i][t];
+      }
+      s.grad_gate[t] = w.erase[t] * rows[0] - columns[0] + rows[1] - columns[1] + yq -
+                       w.erase[t] * gamma * zk - xk;
+      s.out_dot[t] = xk;
+    }
   }
-  __syncthreads();
+  if (has_decay) __syncthreads();
   if (t >= kC) return;
-  const bool has_decay = a.log_decay.data != nullptr;
   Gate<T> grad_gate = 0;
   if (has_decay) {  // nobody else asks for it
     for (int i = 0; i < kC; ++i) grad_gate += s.out_dot[i] + (i >= t ? s.grad_gate[i] : 0.f);

@@ -6,16 +6,18 @@
 
 namespace efla::cuda {
 
-// Four column groups where chunks have four row groups: 16 warps of some 100 registers fill a
-// multiprocessor's register file.
-template <int kC>
-inline constexpr int kGradientThreads = kC == 64 ? 512 : 256;
+// 16 warps of up to 128 registers fill a multiprocessor's register file: one block, or where Z, Y
+// and X are small two, which wait at different times.
+template <int kK, int kC>
+inline constexpr int kGradientThreads = kC == 64 && kK > 64 ? 512 : 256;
+template <int kK, int kC>
+inline constexpr int kGradientBlocks = kC == 64 && kK == 64 ? 2 : 1;
 inline constexpr int kGradientColumns = 32;  // of V, at a time
 
 template <typename T, int kK, int kC>
 struct GradientShared {
   static constexpr int kRowWarps = kC / 16;
-  static constexpr int kColumnWarps = kGradientThreads<kC> / 32 / kRowWarps;
+  static constexpr int kColumnWarps = kGradientThreads<kK, kC> / 32 / kRowWarps;
   static constexpr int kPitch = kK + kTilePad;
   static constexpr int kValuePitch = kGradientColumns + kTilePad;
   static constexpr int kPairPitch = kC + kTilePad;
@@ -32,22 +34,33 @@ struct GradientShared {
     T grad_state[kGradientColumns * kStatePitch];
   };
 
+  struct Pairs {
+    T symmetric[kC * kPairPitch];   // (B + B^T), columns scaled for K as stored
+    T query_side[kC * kPairPitch];  // scale (D o dP), columns scaled for K as stored
+    T key_side[kC * kPairPitch];    // scale (D o dP), rows scaled for Q as stored
+  };
+  union InTurn {  // the pairs are made when the last tile has been read
+    Values values[kStages];
+    Pairs pairs;
+  };
+  struct Apart {  // or between two passes
+    Values values[kStages];
+    Pairs pairs;
+  };
+
   T k[kC * kPitch], q[kC * kPitch];
-  Values values[kStages];
-  T symmetric[kC * kPairPitch];              // (B + B^T), columns scaled for K as stored
-  T query_side[kC * kPairPitch];             // scale (D o dP), columns scaled for K as stored
-  T key_side[kC * kPairPitch];               // scale (D o dP), rows scaled for Q as stored
-  float most[2][kGradientThreads<kC> / 32];  // the largest elements of the three, by warp
+  std::conditional_t<kPasses == 1, InTurn, Apart> tiles;
+  float most[2][kGradientThreads<kK, kC> / 32];  // the largest elements of the pairs, by warp
   TokenScalars<kC, Gate<T>> scalars;
-  float dot[3][kColumnWarps][kC];              // Z.k, Y.q, X.k; later q.dq, k.dk
-  float row_sum[kColumnWarps][kC];             // of this warp's share of [dL | dP]
-  float column_sum[2][kRowWarps][kC];          // of B o KK^T and of scale D o dP o QK^T
-  float state_dot[kGradientThreads<kC> / 32];  // parts of <S0, dS>
-  float write_dot[kC];                         // dR.v
-  float grad_gate[kC], out_dot[kC];            // dG; X_t
+  float dot[3][kColumnWarps][kC];                  // Z.k, Y.q, X.k; later q.dq, k.dk
+  float row_sum[kColumnWarps][kC];                 // of this warp's share of [dL | dP]
+  float column_sum[2][kRowWarps][kC];              // of B o KK^T and of scale D o dP o QK^T
+  float state_dot[kGradientThreads<kK, kC> / 32];  // parts of <S0, dS>
+  float write_dot[kC];                             // dR.v
+  float grad_gate[kC], out_dot[kC];                // dG; X_t
   float z_factor[kC], x_factor[kC], y_factor[kC], k_factor[kC];
-  float out_norm[kC];  // 1 / norm
-  bool vector_grad_v;  // rows of dV may be written in pieces
+  alignas(8) float out_norm[kC];  // 1 / norm
+  bool vector_grad_v;             // rows of dV may be written in pieces
 };
 
 // One of two operands, in registers.

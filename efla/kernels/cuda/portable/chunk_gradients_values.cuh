@@ -11,10 +11,10 @@ template <typename T, int kK, int kC>
 struct GradientPieces {
   using Shared = GradientShared<T, kK, kC>;
   static constexpr int kRow = kGradientColumns / 8, kStateRow = Shared::kPassColumns / 8;  // pieces
-  static_assert(2 * kC * kRow == kGradientThreads<kC> &&
-                kGradientColumns * kStateRow == kGradientThreads<kC>);
+  static_assert(2 * kC * kRow == kGradientThreads<kK, kC> &&
+                kGradientColumns * kStateRow == kGradientThreads<kK, kC>);
 
-  const bool second = threadIdx.x >= kGradientThreads<kC> / 2;  // dR and V
+  const bool second = threadIdx.x >= kGradientThreads<kK, kC> / 2;  // dR and V
   const int t = threadIdx.x / kRow % kC, c = threadIdx.x % kRow * 8;
   const int to = (t + second * kC) * Shared::kValuePitch + c;  // from Values::u or grad_o on
   const T *inner, *outer, *state, *grad_state;
@@ -57,7 +57,7 @@ struct GradientValues {
   static constexpr int kPasses = Shared::kPasses;
   static constexpr int kColumns = Shared::kPassColumns / Shared::kColumnWarps;  // of K, per warp
   static constexpr int kPair = 2 * kC / Shared::kColumnWarps;                   // of [dL | dP]
-  static constexpr int kThreads = kGradientThreads<kC>;
+  static constexpr int kThreads = kGradientThreads<kK, kC>;
   static constexpr int kPerRow = kThreads / kC;
   static_assert(kColumns % 16 == 0 && kPair % 16 == 0);
 
@@ -82,8 +82,16 @@ struct GradientValues {
 
   __device__ int row(int j) const { return m0 + lane / 4 + 8 * (j / 2); }
   __device__ int column(int n, int j) const { return n * 8 + lane % 4 * 2 + j % 2; }
-  // First column of K.
-  __device__ int first(int pass) const { return pass * Shared::kPassColumns + wc * kColumns; }
+  // First column of C tile n of a pass, within its part of K. Pairs of tiles go round the column
+  // warps, so that each has some where K ends early.
+  __device__ int within(int n) const {
+    return (n / 2 * Shared::kColumnWarps + wc) * 16 + n % 2 * 8;
+  }
+  __device__ int first(int pass, int n) const { return pass * Shared::kPassColumns + within(n); }
+  // Whether K reaches the warp's last pair of tiles.
+  __device__ bool whole() const {
+    return kPasses == 2 || kColumns == 16 || within(kColumns / 8 - 2) < a.key_dim;
+  }
 
   __device__ const T* outer(const View& x) const {
     return element<T>(x, chunk.row, chunk.begin, hv);
@@ -95,26 +103,30 @@ struct GradientValues {
     const bool vectors = a.vector_grad_o && a.vector_v;
     if constexpr (kPasses == 2) pieces.copy(x, pass, column0, vectors);
     if (kPasses == 1 || !vectors) {
-      load_tile<kC, kG>(x.grad_o, kPitch, outer(a.grad_o) + column0, a.grad_o.token, chunk.tokens,
-                        a.value_dim - column0, a.vector_grad_o);
-      load_tile<kC, kG>(x.v, kPitch, outer(a.v) + column0, a.v.token, chunk.tokens,
-                        a.value_dim - column0, a.vector_v);
+      load_tile_by<kThreads, kC, kG>(x.grad_o, kPitch, outer(a.grad_o) + column0, a.grad_o.token,
+                                     chunk.tokens, a.value_dim - column0, a.vector_grad_o);
+      load_tile_by<kThreads, kC, kG>(x.v, kPitch, outer(a.v) + column0, a.v.token, chunk.tokens,
+                                     a.value_dim - column0, a.vector_v);
     }
     if constexpr (kPasses == 1) {
       const int64_t at = place * kC * a.columns + column0;
-      load_tile<kC, kG>(x.u, kPitch, static_cast<const T*>(a.u) + at, a.columns, kC, kG, true);
-      load_tile<kC, kG>(x.r, kPitch, static_cast<const T*>(a.grad_r) + at, a.columns, kC, kG, true);
+      load_tile_by<kThreads, kC, kG>(x.u, kPitch, static_cast<const T*>(a.u) + at, a.columns, kC,
+                                     kG, true);
+      load_tile_by<kThreads, kC, kG>(x.r, kPitch, static_cast<const T*>(a.grad_r) + at, a.columns,
+                                     kC, kG, true);
       const int64_t state = (place * a.columns + column0) * kK;
-      load_tile<kG, kK>(x.state, Shared::kPitch, static_cast<const T*>(a.states) + state, kK, kG,
-                        kK, true);
-      load_tile<kG, kK>(x.grad_state, Shared::kPitch, static_cast<const T*>(a.grad_states) + state,
-                        kK, kG, kK, true);
+      const int keys = used_keys<kK>(a);
+      load_tile_by<kThreads, kG, kK>(x.state, Shared::kPitch,
+                                     static_cast<const T*>(a.states) + state, kK, kG, keys, true);
+      load_tile_by<kThreads, kG, kK>(x.grad_state, Shared::kPitch,
+                                     static_cast<const T*>(a.grad_states) + state, kK, kG, keys,
+                                     true);
     }
     commit_copies();
   }
 
-  // One pass over the tiles of V, the next one's copies under way while one is multiplied; those of
-  // the very first have been started.
+  // One pass over the tiles of V, the next one's copies under way while one is multiplied. The very
+  // first is there when this is called; the scalars are when its products have been made.
   __device__ void add_pass(int pass) {
     const int tiles = (a.value_dim + kGradientColumns - 1) / kGradientColumns;
 #pragma unroll
@@ -125,26 +137,38 @@ struct GradientValues {
     int stage = Shared::kStages == 2 ? pass * tiles % 2 : 0;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      const bool last = tile + 1 == tiles;
-      if (Shared::kStages == 1 && pass + tile > 0) {
-        load(pass, tile * kGradientColumns, s.values[0]);
+      const bool last = tile + 1 == tiles, first = pass + tile == 0;
+      const bool more = Shared::kStages == 2 && !(last && pass + 1 == kPasses);
+      if (Shared::kStages == 1 && !first) load(pass, tile * kGradientColumns, s.tiles.values[0]);
+      if (more) {
+        load(last ? pass + 1 : pass, last ? 0 : (tile + 1) * kGradientColumns,
+             s.tiles.values[1 - stage]);
       }
-      if (Shared::kStages == 2 && !(last && pass + 1 == kPasses)) {
-        load(last ? pass + 1 : pass, last ? 0 : (tile + 1) * kGradientColumns, s.values[1 - stage]);
-        wait_copies<1>();
+      if (!first) {
+        if (more) {
+          wait_copies<1>();
+        } else {
+          wait_copies<0>();
+        }
+        __syncthreads();
+      }
+      const Values& values = s.tiles.values[stage];
+      if (whole()) {
+        add_products<true>(pass, values);
       } else {
-        wait_copies<0>();
+        add_products<false>(pass, values);
       }
-      __syncthreads();
-      add_tile(pass, tile * kGradientColumns, s.values[stage]);
+      if (first) __syncthreads();
+      if (pass == 0) add_elements(tile * kGradientColumns, values);
+      if (a.log_decay.data) add_state_dots(values);  // nobody else asks for <S0, dS>
       __syncthreads();
       if constexpr (Shared::kStages == 2) stage = 1 - stage;
     }
   }
 
-  // Products over one tile of V, and what is elementwise in it.
-  __device__ void add_tile(int pass, int column0, const Values& tile) {
-    const int c0 = wc * kColumns;
+  // Products over one tile of V.
+  template <bool kWhole>
+  __device__ void add_products(int pass, const Values& tile) {
 #pragma unroll
     for (int v0 = 0; v0 < kGradientColumns; v0 += 16) {
       const auto ar = load_a(tile.r, Shared::kValuePitch, m0, v0);
@@ -162,26 +186,26 @@ struct GradientValues {
         }
       }
 #pragma unroll
-      for (int n = 0; n < kColumns; n += 16) {
-        load_b(b, tile.state, Shared::kStatePitch, v0, c0 + n);
+      for (int n = 0; n < (kWhole ? kColumns : kColumns - 16); n += 16) {
+        load_b(b, tile.state, Shared::kStatePitch, v0, within(n / 8));
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           mma<T>(z[n / 8 + j], ar, b[j]);
           mma<T>(y[n / 8 + j], ao, b[j]);
         }
-        load_b(b, tile.grad_state, Shared::kStatePitch, v0, c0 + n);
+        load_b(b, tile.grad_state, Shared::kStatePitch, v0, within(n / 8));
         mma<T>(x[n / 8], au, b[0]);
         mma<T>(x[n / 8 + 1], au, b[1]);
       }
     }
-    if (pass == 0) add_elements(column0, tile);
-    if (a.log_decay.data) {  // nobody else asks for <S0, dS>
-      constexpr int kPart = Shared::kPassColumns;
-      constexpr int kPer = sizeof(T) == 2 && kPart >= 128 ? 8 : 2;  // at a time
-      for (int i = kPer * threadIdx.x; i < kGradientColumns * kPart; i += kPer * kThreads) {
-        const int at = i / kPart * Shared::kStatePitch + i % kPart;
-        add_state_dot<kPer>(tile.state + at, tile.grad_state + at);
-      }
+  }
+
+  __device__ void add_state_dots(const Values& tile) {
+    constexpr int kPart = Shared::kPassColumns;
+    constexpr int kPer = sizeof(T) == 2 && kPart >= 128 ? 8 : 2;  // at a time
+    for (int i = kPer * threadIdx.x; i < kGradientColumns * kPart; i += kPer * kThreads) {
+      const int at = i / kPart * Shared::kStatePitch + i % kPart;
+      add_state_dot<kPer>(tile.state + at, tile.grad_state + at);
     }
   }
 
@@ -217,7 +241,11 @@ struct GradientValues {
     if (t >= chunk.tokens) return;
     if (s.vector_grad_v) {
       if (column0 + c >= a.value_dim) return;
-      if constexpr (sizeof(T) == 2) {
+      if constexpr (sizeof(T) == 2 && kCount == 8) {
+        *reinterpret_cast<uint4*>(grad_v + c) =
+            make_uint4(pack<T>(out[0], out[1]), pack<T>(out[2], out[3]), pack<T>(out[4], out[5]),
+                       pack<T>(out[6], out[7]));
+      } else if constexpr (sizeof(T) == 2) {
         *reinterpret_cast<uint2*>(grad_v + c) =
             make_uint2(pack<T>(out[0], out[1]), pack<T>(out[2], out[3]));
       } else {

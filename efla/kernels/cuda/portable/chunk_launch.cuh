@@ -19,7 +19,7 @@ inline int padded_key_dim(int64_t key_dim) {
 // Sequences times heads from which on a scan no longer splits 128 columns of V over two blocks.
 inline constexpr int64_t kManyTiles = 96;
 
-// Shared memory of a block of the scans that split K, the most that any kernel of K > 128 takes.
+// Shared memory of a block of the scans that split K = 256, the most that any kernel of it takes.
 inline constexpr int kSplitBytes = sizeof(SplitShared<__half, 256, 64>);
 
 // Tokens per chunk: what fits registers and the shared memory that a block may have.
@@ -41,6 +41,14 @@ cudaError_t launch(Kernel* kernel, int64_t blocks, int threads, int shared_bytes
   return cudaGetLastError();
 }
 
+inline bool block_may_have(int shared_bytes) {
+  int device = 0, most = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+             cudaSuccess &&
+         most >= shared_bytes;
+}
+
 // Forward: the scan. Backward: the scan that keeps the states, the reverse scan.
 template <int kWarps, typename T, int kK, int kC>
 cudaError_t launch_scans(const ChunkArgs& a, bool backward, cudaStream_t stream) {
@@ -51,15 +59,20 @@ cudaError_t launch_scans(const ChunkArgs& a, bool backward, cudaStream_t stream)
     if (auto e = launch(keep, blocks, threads, bytes, a, stream)) return e;
     return launch(reverse, blocks, threads, bytes, a, stream);
   };
-  if constexpr (kK == 256 && kC == 64) {
-    static_assert(kWarps == kPairs && sizeof(SplitShared<T, kK, kC>) == kSplitBytes);
-    return run(split_scan_kernel<false, T, kK, kC>, split_scan_kernel<true, T, kK, kC>,
-               split_reverse_kernel<T, kK, kC>, kSplitThreads, kSplitBytes);
-  } else {
+  constexpr bool kSplit = kWarps == kPairs && kC == 64;
+  if constexpr (kSplit) {
+    constexpr int kBytes = sizeof(SplitShared<T, kK, kC>);
+    if (kK > 64 || block_may_have(kBytes)) {
+      return run(split_scan_kernel<false, T, kK, kC>, split_scan_kernel<true, T, kK, kC>,
+                 split_reverse_kernel<T, kK, kC>, kSplitThreads, kBytes);
+    }
+  }
+  if constexpr (!kSplit || kK == 64) {
     return run(chunk_scan_kernel<false, T, kK, kC, kWarps>,
                chunk_scan_kernel<true, T, kK, kC, kWarps>, chunk_reverse_kernel<T, kK, kC, kWarps>,
                kWarps * 32, 2 * sizeof(ScanStage<T, kK, kC, kWarps>));
   }
+  return cudaErrorInvalidValue;
 }
 
 template <typename T, int kK, int kC>
@@ -78,7 +91,7 @@ cudaError_t launch_chunk(const ChunkArgs& a, bool backward, cudaStream_t stream)
     return e;
   }
   if (!backward) return cudaSuccess;
-  return launch(chunk_gradients_kernel<T, kK, kC>, chunks, kGradientThreads<kC>,
+  return launch(chunk_gradients_kernel<T, kK, kC>, chunks, kGradientThreads<kK, kC>,
                 sizeof(GradientShared<T, kK, kC>), a, stream);
 }
 

@@ -18,6 +18,7 @@ struct PrepareShared {
     T q[kC * (kK + kTilePad)];
   };
   struct Triangles {
+    // Blocks of 16 above the diagonal are not made.
     float lower[kC][kC + 1];    // L_hat; its upper right blocks serve as scratch of the inverse
     float inverse[kC][kC + 1];  // A_hat
   };
@@ -64,14 +65,14 @@ __device__ __forceinline__ void merge_blocks(float (&lower)[kC][kC + 1],
   int base, r, c;
   for (int i = threadIdx.x / 32; i < tiles; i += kC / 16) {
     place(i, base, r, c);
-    multiply_tile(&lower[base + half + r][base], &inverse[base][base + c], kPitch, half, 1.f,
-                  &lower[base + r][base + half + c]);  // L21 A11
+    multiply_tile(&lower[base + half + r][base + c], &inverse[base + c][base + c], kPitch, half - c,
+                  1.f, &lower[base + r][base + half + c]);  // L21 A11
   }
   __syncthreads();
   for (int i = threadIdx.x / 32; i < tiles; i += kC / 16) {
     place(i, base, r, c);
     multiply_tile(&inverse[base + half + r][base + half], &lower[base][base + half + c], kPitch,
-                  half, -1.f, &inverse[base + half + r][base + c]);
+                  r + 16, -1.f, &inverse[base + half + r][base + c]);
   }
   __syncthreads();
 }
@@ -80,8 +81,6 @@ __device__ __forceinline__ void merge_blocks(float (&lower)[kC][kC + 1],
 // column, then pairs of blocks, 16 x 16 tiles of which go to the warps.
 template <int kC>
 __device__ void invert(float (&lower)[kC][kC + 1], float (&inverse)[kC][kC + 1]) {
-  for (int i = threadIdx.x; i < kC * kC; i += blockDim.x) inverse[i / kC][i % kC] = 0.f;
-  __syncthreads();
   if (threadIdx.x < kC) {
     const int base = threadIdx.x / 16 * 16, column = threadIdx.x % 16;
     float x[16];
@@ -120,14 +119,35 @@ __device__ void write_scalar_rows(const TokenScalars<kC, G>& s, float* rows) {
   }
 }
 
+// A thread's pairs of neighbouring elements of a lower triangle [kC, kC], its blocks of 16 one by
+// one, in order: `visit(number, row, column)`.
+template <int kC, typename Visit>
+__device__ __forceinline__ void visit_pairs(Visit visit) {
+  int number = 0;
+#pragma unroll
+  for (int r0 = 0; r0 < kC; r0 += 16) {
+#pragma unroll
+    for (int c0 = 0; c0 <= r0; c0 += 16) {
+#pragma unroll
+      for (int i = 0; i < 256; i += 4 * kC) {  // by all 2 kC threads
+        const int at = i + 2 * threadIdx.x;
+        visit(number++, r0 + at / 16, c0 + at % 16);
+      }
+    }
+  }
+}
+template <int kC>
+inline constexpr int kTrianglePairs = (kC / 16) * (kC / 16 + 1) / 2 * (64 / kC);
+
 // A_hat is stored as it is unless it leaves half's range, as it does where a rule's steps expand
-// the state. Called by the whole block.
+// the state. Called by the whole block with its pairs of elements.
 template <typename T, int kK, int kC>
-__device__ Range inverse_range(PrepareShared<T, kK, kC>& s) {
+__device__ Range inverse_range(PrepareShared<T, kK, kC>& s, const float2 (&x)[kTrianglePairs<kC>]) {
   if constexpr (sizeof(T) == 4) return {};
   float most = 0.f;
-  for (int i = threadIdx.x; i < kC * kC; i += blockDim.x) {
-    most = fmaxf(most, fabsf(s.triangles.inverse[i / kC][i % kC]));
+#pragma unroll
+  for (int i = 0; i < kTrianglePairs<kC>; ++i) {
+    most = fmaxf(most, fmaxf(fabsf(x[i].x), fabsf(x[i].y)));
   }
   const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
   if (threadIdx.x % 32 == 0) s.most[threadIdx.x / 32] = bits;
@@ -138,7 +158,8 @@ __device__ Range inverse_range(PrepareShared<T, kK, kC>& s) {
 }
 
 template <typename T, int kK, int kC>
-__global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a) {
+__global__ void __launch_bounds__(kC * 2, kC == 64 && kK <= 128 ? 5 : 1)
+    chunk_prepare_kernel(const ChunkArgs a) {
   constexpr int kPitch = kK + kTilePad;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<PrepareShared<T, kK, kC>*>(shared_bytes);
@@ -157,13 +178,15 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
   __syncthreads();
   const int64_t place = slot * a.value_heads + hv;
   const TokenScalars<kC, Gate<T>>& x = s.scalars;
-  make_scalars<T, kK, kC>(a, chunk, hv, s.tiles.k, s.tiles.q, s.scalars);
-  write_scalar_rows<T>(x, a.scalars + place * kScalarRows * kC);
+  measure_rows<T, kK, kC>(a, s.tiles.k, s.tiles.q, s.scalars);
+  // By those warps that have the least of the products to make.
+  if (threadIdx.x < kC) make_scalars<T, kC>(a, chunk, hv, s.scalars);
 
   const int lane = threadIdx.x % 32, m0 = threadIdx.x / 32 * 16;
   float kk[kC / 8][4] = {}, qk[kC / 8][4] = {};
 #pragma unroll
   for (int k0 = 0; k0 < kK; k0 += 16) {
+    if (k0 == used_keys<kK>(a)) break;
     const auto ak = load_a(s.tiles.k, kPitch, m0, k0);
     const auto aq = load_a(s.tiles.q, kPitch, m0, k0);
     BFragment<T> b[kC / 16][2];
@@ -183,38 +206,55 @@ __global__ void __launch_bounds__(kC * 2) chunk_prepare_kernel(const ChunkArgs a
   }
 
   __syncthreads();
+  write_scalar_rows<T>(x, a.scalars + place * kScalarRows * kC);
   auto& triangles = s.triangles;
   using S = Square<T>;
   S* scores = static_cast<S*>(a.scores) + place * kC * kC;
   const bool has_decay = a.log_decay.data != nullptr;
+  float query[2], erase[2];  // of the thread's rows
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int t = m0 + lane / 4 + 8 * half;
+    query[half] = x.query[t] * range_of<S>(x.query_norm[t]).up;
+    erase[half] = x.erase[t] * x.norm[t] * x.key_scale[t];
+  }
 #pragma unroll
   for (int n = 0; n < kC / 8; ++n) {
+    if (n / 2 * 16 > m0) continue;
+    const int i = n * 8 + lane % 4 * 2;
+    const float2 norms = load_two(x.inverse_norm + i);
+    float gate[4] = {1.f, 1.f, 1.f, 1.f};
+    if (has_decay) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        gate[j] = exp_gate(x.cumulative[m0 + lane / 4 + j / 2 * 8] - x.cumulative[i + j % 2]);
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int t = m0 + lane / 4 + 8 * half;
-      const float query = x.query[t] * range_of<S>(x.query_norm[t]).up;
       float p[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int i = n * 8 + lane % 4 * 2 + j;
-        const float gate = has_decay ? exp_gate(x.cumulative[t] - x.cumulative[i]) : 1.f;
-        const float key = i <= t ? gate * x.inverse_norm[i] : 0.f;
-        p[j] = query * qk[n][2 * half + j] * key;
-        triangles.lower[t][i] =
-            i < t ? x.erase[t] * x.norm[t] * x.key_scale[t] * kk[n][2 * half + j] * key : 0.f;
+        const float key = i + j <= t ? gate[2 * half + j] * (j ? norms.y : norms.x) : 0.f;
+        p[j] = query[half] * qk[n][2 * half + j] * key;
+        triangles.lower[t][i + j] = i + j < t ? erase[half] * kk[n][2 * half + j] * key : 0.f;
       }
-      store_pair(scores + t * kC + n * 8 + lane % 4 * 2, p[0], p[1]);
+      store_pair(scores + t * kC + i, p[0], p[1]);
     }
   }
   __syncthreads();
   invert<kC>(triangles.lower, triangles.inverse);
-  const Range range = inverse_range(s);
+  float2 pairs[kTrianglePairs<kC>];
+  visit_pairs<kC>([&](int number, int r, int c) {
+    pairs[number] = make_float2(triangles.inverse[r][c], triangles.inverse[r][c + 1]);
+  });
+  const Range range = inverse_range(s, pairs);
   if (threadIdx.x == 0) a.scalars[(place * kScalarRows + kChunkGate) * kC + 1] = range.down;
   S* inverse = static_cast<S*>(a.inverse) + place * kC * kC;
-  for (int i = 2 * threadIdx.x; i < kC * kC; i += 2 * blockDim.x) {
-    store_pair(inverse + i, range.up * triangles.inverse[i / kC][i % kC],
-               range.up * triangles.inverse[i / kC][i % kC + 1]);
-  }
+  visit_pairs<kC>([&](int number, int r, int c) {
+    store_pair(inverse + r * kC + c, range.up * pairs[number].x, range.up * pairs[number].y);
+  });
 }
 
 }  // namespace efla::cuda

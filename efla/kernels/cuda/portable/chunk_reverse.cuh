@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_reverse_kernel(const ChunkA
 
   float state[kK / 8][4] = {};
   if (a.grad_final_state) {
-    visit_state<kK>(a, p, state, 0, column,
+    visit_state<kK>(a, p, state, 0, a.key_dim, column,
                     [&](int64_t i, float& x) { x = a.grad_final_state[i]; });
   }
   const int64_t chunks = (p.last - p.first + kC - 1) / kC;
@@ -131,11 +131,11 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_reverse_kernel(const ChunkA
                             state);
     reverse_chunk(state, stage);
     store_columns(static_cast<T*>(a.grad_r) + place * kC * a.columns + p.column0, a.columns,
-                  stage.v, stage.kValuePitch, kC, kScanColumns<kWarps>);
+                  stage.v, stage.kValuePitch, kC, kScanColumns<kWarps>, kK <= 128);
     __syncthreads();
   }
   if (a.grad_initial_state) {
-    visit_state<kK>(a, p, state, 0, column,
+    visit_state<kK>(a, p, state, 0, a.key_dim, column,
                     [&](int64_t i, float& x) { a.grad_initial_state[i] = x; });
   }
 }

@@ -85,11 +85,10 @@ __device__ __forceinline__ void shorten_tile(T* tile, float* square, float* unit
   }
 }
 
-// Fills `s` from the tiles k and q [kC, kK], whose long rows it shortens. Called by a whole block
-// of at least kC threads.
+// Squares of the rows of the tiles k and q [kC, kK], whose long rows it shortens, for
+// make_scalars(). Called by a whole block of at least kC threads, which it synchronises.
 template <typename T, int kK, int kC>
-__device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, T* k, T* q,
-                             TokenScalars<kC, Gate<T>>& s) {
+__device__ void measure_rows(const ChunkArgs& a, T* k, T* q, TokenScalars<kC, Gate<T>>& s) {
   constexpr int kPitch = kK + kTilePad;
   const int lane = threadIdx.x % 32, t = threadIdx.x;
   float(&key_square)[kC] = s.lambda, (&query_square)[kC] = s.query_norm;  // at first
@@ -127,43 +126,59 @@ __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv, T* 
       __syncthreads();
     }
   }
+}
+
+// Synchronises the first kC threads.
+template <int kC>
+__device__ __forceinline__ void sync_tokens() {
+  static_assert(kC == 32 || kC == 64);
+  if constexpr (kC == 64) {
+    asm volatile("bar.sync %0, 64;" ::"r"(1) : "memory");
+  } else {
+    __syncwarp();
+  }
+}
+
+// Fills `s`, which has been through measure_rows(). Called by the first kC threads, while others
+// have something else to do.
+template <typename T, int kC>
+__device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv,
+                             TokenScalars<kC, Gate<T>>& s) {
   const bool has_decay = a.log_decay.data != nullptr;
-  if (t < kC) {
-    const float kk = key_square[t], qq = query_square[t];
-    const float key_added = s.key_unit[t] == 1.f ? kk + 1e-6f : kk;  // with l2 normalisation
-    const float query_added = s.query_unit[t] == 1.f ? qq + 1e-6f : qq;
-    s.key_scale[t] = a.qk_l2norm ? rsqrtf(key_added) : 1.f;
-    s.query[t] = a.scale * (a.qk_l2norm ? rsqrtf(query_added) : 1.f);
-    s.query_norm[t] = fabsf(s.query[t]) * sqrtf(qq);
-    s.lambda[t] = a.qk_l2norm ? kk / key_added : kk;
-    s.norm[t] = kk > 0.f ? sqrtf(s.lambda[t]) : 1.f;
-    s.inverse_norm[t] = kk > 0.f ? rsqrtf(kk) : s.key_scale[t];
-    StepCoefficients<float> c{0.f, 0.f, 0.f};
-    float beta = 0.f, log_decay = 0.f;
-    if (t < chunk.tokens) {
-      beta = *element<float>(a.beta, chunk.row, chunk.begin + t, hv);
-      if (has_decay) log_decay = *element<float>(a.log_decay, chunk.row, chunk.begin + t, hv);
-      c = key_coefficients(a.rule, beta, s.lambda[t], rule_unit(a, s, t), has_decay, log_decay);
-    }
-    s.beta[t] = beta;
-    s.log_decay[t] = log_decay;
-    s.erase[t] = c.erase;
-    s.write[t] = c.write;
-    s.log_gate[t] = c.log_gate;
-    s.cumulative[t] = 0;
-    if (t == 0) s.total = 0;
+  const int t = threadIdx.x;
+  const float(&key_square)[kC] = s.lambda, (&query_square)[kC] = s.query_norm;
+  const float kk = key_square[t], qq = query_square[t];
+  const float key_added = s.key_unit[t] == 1.f ? kk + 1e-6f : kk;  // with l2 normalisation
+  const float query_added = s.query_unit[t] == 1.f ? qq + 1e-6f : qq;
+  s.key_scale[t] = a.qk_l2norm ? rsqrtf(key_added) : 1.f;
+  s.query[t] = a.scale * (a.qk_l2norm ? rsqrtf(query_added) : 1.f);
+  s.query_norm[t] = fabsf(s.query[t]) * sqrtf(qq);
+  s.lambda[t] = a.qk_l2norm ? kk / key_added : kk;
+  s.norm[t] = kk > 0.f ? sqrtf(s.lambda[t]) : 1.f;
+  s.inverse_norm[t] = kk > 0.f ? rsqrtf(kk) : s.key_scale[t];
+  StepCoefficients<float> c{0.f, 0.f, 0.f};
+  float beta = 0.f, log_decay = 0.f;
+  if (t < chunk.tokens) {
+    beta = *element<float>(a.beta, chunk.row, chunk.begin + t, hv);
+    if (has_decay) log_decay = *element<float>(a.log_decay, chunk.row, chunk.begin + t, hv);
+    c = key_coefficients(a.rule, beta, s.lambda[t], rule_unit(a, s, t), has_decay, log_decay);
   }
-  __syncthreads();
+  s.beta[t] = beta;
+  s.log_decay[t] = log_decay;
+  s.erase[t] = c.erase;
+  s.write[t] = c.write;
+  s.log_gate[t] = c.log_gate;
+  s.cumulative[t] = 0;
+  if (t == 0) s.total = 0;
+  sync_tokens<kC>();
   if (!has_decay) return;
-  if (t < kC) {
-    Gate<T> cumulative = 0;
-    for (int i = 0; i < kC; ++i) {
-      if (i <= t) cumulative += s.log_gate[i];
-    }
-    s.cumulative[t] = cumulative;
-    if (t == kC - 1) s.total = cumulative;
+  Gate<T> cumulative = 0;
+  for (int i = 0; i < kC; ++i) {
+    if (i <= t) cumulative += s.log_gate[i];
   }
-  __syncthreads();
+  s.cumulative[t] = cumulative;
+  if (t == kC - 1) s.total = cumulative;
+  sync_tokens<kC>();
 }
 
 }  // namespace efla::cuda

@@ -37,12 +37,9 @@ template <bool kScores, int kThreads, typename T, int kK, int kC, int kWarps>
 __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanStage<T, kK, kC, kWarps>& s,
                                               int64_t place) {
   using S = Square<T>;
-  load_part<kThreads, kC, kC>(s.inverse, kC + kTilePad,
-                              static_cast<const S*>(a.inverse) + place * kC * kC, kC, kC, kC, true);
+  load_lower<kThreads, kC>(s.inverse, static_cast<const S*>(a.inverse) + place * kC * kC);
   if constexpr (kScores) {
-    load_part<kThreads, kC, kC>(s.scores, kC + kTilePad,
-                                static_cast<const S*>(a.scores) + place * kC * kC, kC, kC, kC,
-                                true);
+    load_lower<kThreads, kC>(s.scores, static_cast<const S*>(a.scores) + place * kC * kC);
   }
   load_part<kThreads, kScanRows, kC>(s.scalars, kC, a.scalars + place * kScalarRows * kC, kC,
                                      kScanRows, kC, true);
@@ -113,7 +110,7 @@ __device__ __forceinline__ void multiply_lower(float (&c)[kC / 8][4], const floa
 
 // state[16, kK] = gamma state + X^T Y for X^T [16, kC] in registers and Y [kC, kK] in shared
 // memory.
-template <typename T, int kK, int kC, int kPitch = kK + kTilePad>
+template <typename T, int kK, int kC>
 __device__ __forceinline__ void add_product(float (&state)[kK / 8][4], float gamma,
                                             const float (&x)[kC / 8][4], const T* y) {
   const Range range = range_of<T>(x, state);
@@ -124,7 +121,7 @@ __device__ __forceinline__ void add_product(float (&state)[kK / 8][4], float gam
 #pragma unroll
     for (int n0 = 0; n0 < kK; n0 += 16) {
       BFragment<T> b[2];
-      load_b(b, y, kPitch, i0, n0);
+      load_b(b, y, kK + kTilePad, i0, n0);
       mma<T>(state[n0 / 8], a, b[0]);
       mma<T>(state[n0 / 8 + 1], a, b[1]);
     }
@@ -193,12 +190,24 @@ __device__ __forceinline__ void scan_chunk(float (&state)[kK / 8][4],
   add_product<T, kK, kC>(state, s.scalars[kChunkGate * kC], u, s.k);
 }
 
-// Writes the warp's 16 columns of a tile, `rows` x up to `columns`, to global memory.
+// Writes the warp's 16 columns of a tile, `rows` x up to `columns`, to global memory, in 16-byte
+// pieces if the target's rows are `vector`s.
 template <typename T>
 __device__ __forceinline__ void store_columns(T* target, int64_t stride, const T* tile, int pitch,
-                                              int rows, int columns) {
+                                              int rows, int columns, bool vector) {
   const int warp_column = threadIdx.x / 32 * 16;
   __syncwarp();
+  if (vector) {
+    constexpr int kPer = 16 / sizeof(T), kPieces = 16 / kPer;
+    for (int i = threadIdx.x % 32; i < rows * kPieces; i += 32) {
+      const int t = i / kPieces, c = warp_column + i % kPieces * kPer;
+      if (c < columns) {
+        *reinterpret_cast<uint4*>(target + t * stride + c) =
+            *reinterpret_cast<const uint4*>(tile + t * pitch + c);
+      }
+    }
+    return;
+  }
   for (int i = threadIdx.x % 32; i < rows * 16; i += 32) {
     const int t = i / 16, c = warp_column + i % 16;
     if (c < columns) target[t * stride + c] = tile[t * pitch + c];
@@ -238,13 +247,13 @@ __device__ inline ScanPlace scan_place(const ChunkArgs& a, int chunk, int column
   return p;
 }
 
-// Reads or writes a warp's part of a float state [K, V], kRows of it from `row` on and 16 columns
-// from `column0` on; `visit(offset, x)` sees each element that exists. Element j of state[n]:
-// column lane / 4 (+ 8), row n * 8 + lane % 4 * 2 (+ 1) of S.
+// Reads or writes a warp's part of a float state [K, V], at most kRows of it from `row` on, those
+// before `end`, and 16 columns from `column0` on; `visit(offset, x)` sees each element that exists.
+// Element j of state[n]: column lane / 4 (+ 8), row n * 8 + lane % 4 * 2 (+ 1) of S.
 template <int kRows, typename Visit>
 __device__ __forceinline__ void visit_state(const ChunkArgs& a, const ScanPlace& p,
-                                            float (&state)[kRows / 8][4], int row, int column0,
-                                            Visit visit) {
+                                            float (&state)[kRows / 8][4], int row, int end,
+                                            int column0, Visit visit) {
   const int lane = threadIdx.x % 32;
   const int column = column0 + lane / 4;
   const int64_t base = (p.sequence * a.value_heads + p.hv) * int64_t{a.key_dim} * a.value_dim;
@@ -253,7 +262,7 @@ __device__ __forceinline__ void visit_state(const ChunkArgs& a, const ScanPlace&
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int k = row + n * 8 + lane % 4 * 2 + j % 2, v = column + j / 2 * 8;
-      if (k < a.key_dim && v < a.value_dim) visit(base + int64_t{k} * a.value_dim + v, state[n][j]);
+      if (k < end && v < a.value_dim) visit(base + int64_t{k} * a.value_dim + v, state[n][j]);
     }
   }
 }
@@ -264,10 +273,12 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_scan_kernel(const ChunkArgs
   auto* stages = reinterpret_cast<ScanStage<T, kK, kC, kWarps>*>(shared_bytes);
   const ScanPlace p = scan_place(a, kC, kScanColumns<kWarps>);
   const int column = p.column0 + threadIdx.x / 32 * 16;  // the warp's first
+  constexpr bool kPieces = kK <= 128;                    // beyond there are no registers for it
 
   float state[kK / 8][4] = {};
   if (a.initial_state) {
-    visit_state<kK>(a, p, state, 0, column, [&](int64_t i, float& x) { x = a.initial_state[i]; });
+    visit_state<kK>(a, p, state, 0, a.key_dim, column,
+                    [&](int64_t i, float& x) { x = a.initial_state[i]; });
   }
   const int64_t chunks = (p.last - p.first + kC - 1) / kC;
   const auto tokens_of = [&](int64_t c) {
@@ -293,18 +304,19 @@ __global__ void __launch_bounds__(kWarps * 32) chunk_scan_kernel(const ChunkArgs
       store_state_rows<T, kK>(static_cast<T*>(a.states) + (place * a.columns + column) * kK, state);
       scan_chunk<kKeep>(state, stage);
       store_columns(static_cast<T*>(a.u) + place * kC * a.columns + p.column0, a.columns, stage.v,
-                    stage.kValuePitch, kC, kScanColumns<kWarps>);
+                    stage.kValuePitch, kC, kScanColumns<kWarps>, kPieces);
     } else {
       scan_chunk<kKeep>(state, stage);
       T* o = static_cast<T*>(a.o.data) + p.row * a.o.batch + (p.first + c * kC) * a.o.token +
              p.hv * a.o.head + p.column0;
-      store_columns(o, a.o.token, stage.v, stage.kValuePitch, tokens_of(c),
-                    a.value_dim - p.column0);
+      store_columns(o, a.o.token, stage.v, stage.kValuePitch, tokens_of(c), a.value_dim - p.column0,
+                    kPieces && has_vectors<T>(a.o, a.value_dim));
     }
     __syncthreads();  // the stage is free for the chunk after the next
   }
   if (!kKeep && a.final_state) {
-    visit_state<kK>(a, p, state, 0, column, [&](int64_t i, float& x) { a.final_state[i] = x; });
+    visit_state<kK>(a, p, state, 0, a.key_dim, column,
+                    [&](int64_t i, float& x) { a.final_state[i] = x; });
   }
 }
 

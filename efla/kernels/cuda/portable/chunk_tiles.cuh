@@ -47,6 +47,18 @@ __device__ __forceinline__ void load_part(T* tile, int pitch, const T* source, i
   }
 }
 
+// Copies those blocks of 16 of a matrix [kC, kC] that a lower triangle has.
+template <int kThreads, int kC, typename T>
+__device__ __forceinline__ void load_lower(T* tile, const T* source) {
+  constexpr int kPer = 16 / sizeof(T), kPieces = kC / kPer;
+  const int threads = kThreads > 0 ? kThreads : blockDim.x;
+#pragma unroll
+  for (int i = threadIdx.x; i < kC * kPieces; i += threads) {
+    const int r = i / kPieces, c = i % kPieces * kPer;
+    if (c / 16 <= r / 16) copy_async_16(tile + r * (kC + kTilePad) + c, source + i * kPer, true);
+  }
+}
+
 // Two neighbouring elements as floats.
 template <typename T>
 __device__ __forceinline__ float2 load_two(const T* x) {
@@ -77,10 +89,11 @@ __device__ __forceinline__ void turn_quads(uint32_t (&x)[4]) {
   }
 }
 
-// Writes C tiles [16, 8 kTiles] in 16-byte pieces where there are columns, in rows below `rows`.
-template <typename T, int kTiles>
+// Writes C tiles [16, 8 kTiles] in 16-byte pieces, tile n at column_of(n) if that is below
+// `columns`, in rows below `rows`.
+template <typename T, int kTiles, typename Column>
 __device__ __forceinline__ void store_tiles(T* target, int64_t stride, const float (&x)[kTiles][4],
-                                            int rows, int columns) {
+                                            int rows, int columns, Column column_of) {
   static_assert(sizeof(T) == 2 && kTiles % 4 == 0);
   const int row = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -91,13 +104,20 @@ __device__ __forceinline__ void store_tiles(T* target, int64_t stride, const flo
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = pack<T>(x[n + i][2 * half], x[n + i][2 * half + 1]);
       turn_quads(words);
-      const int r = row + 8 * half, c = (n + t) * 8;
+      const int r = row + 8 * half, c = column_of(n + t);
       if (r < rows && c < columns) {
         *reinterpret_cast<uint4*>(target + r * stride + c) =
             make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
   }
+}
+
+// The same with one tile beside the other.
+template <typename T, int kTiles>
+__device__ __forceinline__ void store_tiles(T* target, int64_t stride, const float (&x)[kTiles][4],
+                                            int rows, int columns) {
+  store_tiles(target, stride, x, rows, columns, [](int n) { return 8 * n; });
 }
 
 }  // namespace efla::cuda

@@ -155,10 +155,10 @@ __device__ __forceinline__ void load_b(BFragment<T> (&b)[2], const T* tile, int 
   }
 }
 
+// To the nearest, as cvt.rna does with five instructions. (A NaN may become a zero: what is left of
+// it is a NaN all the same.)
 __device__ __forceinline__ uint32_t to_tf32(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
+  return (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
 }
 
 __device__ __forceinline__ void mma_tf32(CFragment& c, const uint32_t (&a)[4],
@@ -206,12 +206,12 @@ __device__ __forceinline__ void mma<float>(CFragment& c, const AFragment<float>&
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       a_head[i] = to_tf32(av[i]);
-      a_tail[i] = to_tf32(av[i] - __uint_as_float(a_head[i]));
+      a_tail[i] = __float_as_uint(av[i] - __uint_as_float(a_head[i]));  // cut by the product
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       b_head[i] = to_tf32(bv[i]);
-      b_tail[i] = to_tf32(bv[i] - __uint_as_float(b_head[i]));
+      b_tail[i] = __float_as_uint(bv[i] - __uint_as_float(b_head[i]));
     }
     mma_tf32(c, a_tail, b_head);
     mma_tf32(c, a_head, b_tail);

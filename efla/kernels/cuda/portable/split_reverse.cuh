@@ -22,7 +22,7 @@ __device__ __forceinline__ void split_reverse_chunk(float (&state)[kK / 16][4],
     AFragment<T> operand[Warp::kRows / 16];
     const Range range = range_of<T>(state);
     state_operand<T, Warp::kRows>(operand, state, range.up);
-    multiply_state<T, Warp::kRows, kC, kPitch>(u, operand, s.k + w.row);
+    multiply_state<T, Warp::kRows, kC, kPitch>(u, operand, s.k + w.row, w.whole());
     multiply_by(u, range.down);
   }
   put_sums(shared.sums[2 * w.pair + w.half], u);
@@ -47,10 +47,11 @@ __device__ __forceinline__ void split_reverse_chunk(float (&state)[kK / 16][4],
   multiply_by(r, inverse_unit(s));
   take_half(out, r, w.half);
   multiply_columns<kC>(grad_o, s.scalars, kQueryGate);
-  add_product<T, Warp::kRows, kC, kPitch>(state, s.scalars[kChunkGate * kC], grad_o, s.q + w.row);
+  add_to_state<T, Warp::kRows, kC, kPitch>(state, s.scalars[kChunkGate * kC], grad_o, s.q + w.row,
+                                           w.whole());
   multiply_columns<kC>(r, s.scalars, kEraseIn);
   multiply_by(r, -1.f);
-  add_product<T, Warp::kRows, kC, kPitch>(state, 1.f, r, s.k + w.row);
+  add_to_state<T, Warp::kRows, kC, kPitch>(state, 1.f, r, s.k + w.row, w.whole());
 }
 
 template <typename T, int kK, int kC>
@@ -58,12 +59,12 @@ __global__ void __launch_bounds__(kSplitThreads) split_reverse_kernel(const Chun
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<SplitShared<T, kK, kC>*>(shared_bytes);
   const ScanPlace p = scan_place(a, kC, kScanColumns<kPairs>);
-  const SplitWarp<kK, kC> w;
+  const SplitWarp<kK, kC> w(a, p);
   const int column = p.column0 + w.column;
 
   float state[kK / 16][4] = {};
   if (a.grad_final_state) {
-    visit_state<kK / 2>(a, p, state, w.row, column,
+    visit_state<kK / 2>(a, p, state, w.row, w.end(a), column,
                         [&](int64_t i, float& x) { x = a.grad_final_state[i]; });
   }
   const int64_t chunks = (p.last - p.first + kC - 1) / kC;
@@ -80,8 +81,9 @@ __global__ void __launch_bounds__(kSplitThreads) split_reverse_kernel(const Chun
     if (c > 0) load(c - 1);
     const int64_t place = (p.slot + c) * a.value_heads + p.hv;
     shorten_rows<true>(a, stage, place);
+    if (!w.busy) continue;
     store_tiles(static_cast<T*>(a.grad_states) + (place * a.columns + column) * kK + w.row, kK,
-                state, 16, kK / 2);
+                state, 16, w.rows);
     float out[kC / 16][4];
     split_reverse_chunk(state, out, shared, stage, w);
     store_columns_half(static_cast<T*>(a.grad_r) + (place * kC + w.token) * a.columns + column,
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(kSplitThreads) split_reverse_kernel(const Chun
                        stage.kValuePitch, out, kC, 16, true);
   }
   if (a.grad_initial_state) {
-    visit_state<kK / 2>(a, p, state, w.row, column,
+    visit_state<kK / 2>(a, p, state, w.row, w.end(a), column,
                         [&](int64_t i, float& x) { a.grad_initial_state[i] = x; });
   }
 }

@@ -1,10 +1,11 @@
-// The forward scan of chunk_scan.cuh where K = 256, for 16-bit tensors and chunks of 64. Two warps
-// share 16 columns of V, with 128 rows of the state S each: half the registers, so that there are
-// two warps for each scheduler, and of S^T K^T and S^T Q^T a warp makes a summand, over its rows.
-// These pass through shared memory. Both warps of a pair then make all of R and U, which saves
-// another exchange; each makes O, and writes O or U, of half of the chunk's tokens.
+// The forward scan of chunk_scan.cuh for 16-bit tensors and chunks of 64, where a block has 64
+// columns of V. Two warps share 16 columns, with half of the rows of the state S each: half the
+// registers, so that there are two warps for each scheduler, and of S^T K^T and S^T Q^T a warp
+// makes a summand, over its rows. These pass through shared memory. Both warps of a pair then make
+// all of R and U, which saves another exchange; each makes O, and writes O or U, of half of the
+// chunk's tokens.
 //
-// A block has four pairs, for 64 columns of V, and fills a multiprocessor's shared memory.
+// A block has four pairs and a multiprocessor to itself.
 #pragma once
 
 #include "efla/kernels/cuda/portable/chunk_scan.cuh"
@@ -21,28 +22,38 @@ struct SplitShared {
   float4 sums[2 * kPairs][kC / 8][32];  // a warp's summands for the other one of its pair
 };
 
-// What a warp is in charge of.
+// What a warp is in charge of. Where K ends 32 before kK, the last 16 of the warp's rows are not
+// used.
 template <int kK, int kC>
 struct SplitWarp {
   static constexpr int kRows = kK / 2;
   const int lane = threadIdx.x % 32;
-  const int pair = threadIdx.x / 32 % kPairs, half = threadIdx.x / 32 / kPairs;
+  const int pair = threadIdx.x / 64, half = threadIdx.x / 32 % 2;
   const int column = pair * 16;     // of the block's columns of V
-  const int row = half * kRows;     // of S
   const int token = half * kC / 2;  // of the chunk, where tokens are shared out
+  const int rows;                   // of S
+  const int row = half * rows;
+  const bool busy;  // the pair has columns that somebody reads, who takes 32 at a time
+
+  __device__ SplitWarp(const ChunkArgs& a, const ScanPlace& p)
+      : rows(used_keys<kK>(a) / 2), busy(p.column0 + column < (a.value_dim + 31) / 32 * 32) {}
+  __device__ bool whole() const { return kK > 128 || rows == kRows; }
+  __device__ int end(const ChunkArgs& a) const { return min(a.key_dim, row + rows); }
 
   __device__ __forceinline__ void sync() const {
     asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory");
   }
 };
 
-// x[16, kC] += S^T Y^T over the warp's rows of the state, operands in registers.
+// x[16, kC] += S^T Y^T over the warp's rows of the state, operands in registers; without the last
+// 16 of them unless `whole`.
 template <typename T, int kRows, int kC, int kPitch>
 __device__ __forceinline__ void multiply_state(float (&x)[kC / 8][4],
-                                               const AFragment<T> (&state)[kRows / 16],
-                                               const T* y) {
+                                               const AFragment<T> (&state)[kRows / 16], const T* y,
+                                               bool whole) {
 #pragma unroll
   for (int k0 = 0; k0 < kRows; k0 += 16) {
+    if (k0 + 16 == kRows && !whole) break;
 #pragma unroll
     for (int n0 = 0; n0 < kC; n0 += 16) {
       BFragment<T> b[2];
@@ -58,6 +69,29 @@ __device__ __forceinline__ void state_operand(AFragment<T> (&a)[kRows / 16],
                                               const float (&state)[kRows / 8][4], float up) {
 #pragma unroll
   for (int k = 0; k < kRows / 16; ++k) a[k] = as_a<T>(state[2 * k], state[2 * k + 1], up);
+}
+
+// add_product() for the warp's rows of the state, without the last 16 of them unless `whole`.
+template <typename T, int kRows, int kC, int kPitch>
+__device__ __forceinline__ void add_to_state(float (&state)[kRows / 8][4], float gamma,
+                                             const float (&x)[kC / 8][4], const T* y, bool whole) {
+  const Range range = range_of<T>(x, state);
+  multiply_by(state, gamma * range.up);
+  AFragment<T> a[kC / 16];
+#pragma unroll
+  for (int i = 0; i < kC / 16; ++i) a[i] = as_a<T>(x[2 * i], x[2 * i + 1], range.up);
+#pragma unroll
+  for (int n0 = 0; n0 < kRows; n0 += 16) {
+    if (n0 + 16 == kRows && !whole) break;
+#pragma unroll
+    for (int i = 0; i < kC / 16; ++i) {
+      BFragment<T> b[2];
+      load_b(b, y, kPitch, 16 * i, n0);
+      mma<T>(state[n0 / 8], a[i], b[0]);
+      mma<T>(state[n0 / 8 + 1], a[i], b[1]);
+    }
+  }
+  multiply_by(state, range.down);
 }
 
 // A warp's 16 columns of a tile [kC, columns of V], as C tiles of its transpose are laid out.
@@ -190,7 +224,7 @@ __device__ __forceinline__ void split_chunk(float (&state)[kK / 16][4], float (&
   const Range range = range_of<T>(state);
   state_operand<T, Warp::kRows>(operand, state, range.up);
   float r[kC / 8][4] = {};
-  multiply_state<T, Warp::kRows, kC, kPitch>(r, operand, s.k + w.row);
+  multiply_state<T, Warp::kRows, kC, kPitch>(r, operand, s.k + w.row, w.whole());
   multiply_by(r, range.down);
   put_sums(mine, r);
   load_columns<T, kC>(v, s.v, s.kValuePitch, w.column);
@@ -198,7 +232,7 @@ __device__ __forceinline__ void split_chunk(float (&state)[kK / 16][4], float (&
   add_sums(r, others);
   if constexpr (!kKeep) {
     float o[kC / 8][4] = {};
-    multiply_state<T, Warp::kRows, kC, kPitch>(o, operand, s.q + w.row);
+    multiply_state<T, Warp::kRows, kC, kPitch>(o, operand, s.q + w.row, w.whole());
     multiply_by(o, range.down);
     float other[kC / 16][4];
     take_half(out, o, w.half);
@@ -230,7 +264,8 @@ __device__ __forceinline__ void split_chunk(float (&state)[kK / 16][4], float (&
     multiply_columns<kC>(out, s.scalars, kQueryOut, w.token / 8);
   }
   multiply_columns<kC>(u, s.scalars, kKeyOut);
-  add_product<T, Warp::kRows, kC, kPitch>(state, s.scalars[kChunkGate * kC], u, s.k + w.row);
+  add_to_state<T, Warp::kRows, kC, kPitch>(state, s.scalars[kChunkGate * kC], u, s.k + w.row,
+                                           w.whole());
 }
 
 template <bool kKeep, typename T, int kK, int kC>
@@ -238,13 +273,13 @@ __global__ void __launch_bounds__(kSplitThreads) split_scan_kernel(const ChunkAr
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<SplitShared<T, kK, kC>*>(shared_bytes);
   const ScanPlace p = scan_place(a, kC, kScanColumns<kPairs>);
-  const SplitWarp<kK, kC> w;
+  const SplitWarp<kK, kC> w(a, p);
   const int column = p.column0 + w.column;
   const bool vector = kKeep || has_vectors<T>(a.o, a.value_dim);
 
   float state[kK / 16][4] = {};
   if (a.initial_state) {
-    visit_state<kK / 2>(a, p, state, w.row, column,
+    visit_state<kK / 2>(a, p, state, w.row, w.end(a), column,
                         [&](int64_t i, float& x) { x = a.initial_state[i]; });
   }
   const int64_t chunks = (p.last - p.first + kC - 1) / kC;
@@ -263,10 +298,11 @@ __global__ void __launch_bounds__(kSplitThreads) split_scan_kernel(const ChunkAr
     if (c + 1 < chunks) load(c + 1);
     const int64_t place = (p.slot + c) * a.value_heads + p.hv;
     shorten_rows<!kKeep>(a, stage, place);
+    if (!w.busy) continue;
     float out[kC / 16][4];
     if constexpr (kKeep) {
       store_tiles(static_cast<T*>(a.states) + (place * a.columns + column) * kK + w.row, kK, state,
-                  16, kK / 2);
+                  16, w.rows);
     }
     split_chunk<kKeep>(state, out, shared, stage, w);
     T* tile = stage.v + w.token * stage.kValuePitch + w.column;
@@ -281,7 +317,7 @@ __global__ void __launch_bounds__(kSplitThreads) split_scan_kernel(const ChunkAr
     }
   }
   if (!kKeep && a.final_state) {
-    visit_state<kK / 2>(a, p, state, w.row, column,
+    visit_state<kK / 2>(a, p, state, w.row, w.end(a), column,
                         [&](int64_t i, float& x) { a.final_state[i] = x; });
   }
 }
