@@ -14,7 +14,8 @@ __device__ __forceinline__ bool has_vectors(const AnyView& x, int columns) {
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && bits % kPer == 0;
 }
 
-// load_tile() for blocks of kThreads, with a column and a step of rows for each thread.
+// load_tile() for kThreads threads, those of the block or (of vectors) of a part of it, with a
+// column and a step of rows for each thread.
 template <int kThreads, int kRows, int kColumns, typename T>
 __device__ __forceinline__ void load_tile_by(T* tile, int pitch, const T* source, int64_t stride,
                                              int rows, int columns, bool vector) {
@@ -24,7 +25,8 @@ __device__ __forceinline__ void load_tile_by(T* tile, int pitch, const T* source
     load_tile<kRows, kColumns>(tile, pitch, source, stride, rows, columns, false);
     return;
   }
-  const int r0 = threadIdx.x / kPieces, c = threadIdx.x % kPieces * kPer;
+  const int thread = threadIdx.x % kThreads;
+  const int r0 = thread / kPieces, c = thread % kPieces * kPer;
   const bool exists = c < columns;
   const T* from = source + r0 * stride + c;
   T* to = tile + r0 * pitch + c;
@@ -53,7 +55,8 @@ __device__ __forceinline__ void load_lower(T* tile, const T* source) {
   constexpr int kPer = 16 / sizeof(T), kPieces = kC / kPer;
   const int threads = kThreads > 0 ? kThreads : blockDim.x;
 #pragma unroll
-  for (int i = threadIdx.x; i < kC * kPieces; i += threads) {
+  for (int i = kThreads > 0 ? threadIdx.x % kThreads : threadIdx.x; i < kC * kPieces;
+       i += threads) {
     const int r = i / kPieces, c = i % kPieces * kPer;
     if (c / 16 <= r / 16) copy_async_16(tile + r * (kC + kTilePad) + c, source + i * kPer, true);
   }

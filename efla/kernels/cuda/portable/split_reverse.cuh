@@ -68,10 +68,17 @@ __global__ void __launch_bounds__(kSplitThreads) split_reverse_kernel(const Chun
                         [&](int64_t i, float& x) { x = a.grad_final_state[i]; });
   }
   const int64_t chunks = (p.last - p.first + kC - 1) / kC;
+  const bool idle_half = w.idle_half(a, p, a.vector_grad_o);
   const auto load = [&](int64_t c) {
     const int tokens = static_cast<int>(min(int64_t{kC}, p.last - p.first - c * kC));
-    load_reverse_stage<kSplitThreads>(a, shared.stages[c % 2], p.slot + c, p.row, p.first + c * kC,
-                                      tokens, p.hv, p.column0);
+    auto& stage = shared.stages[c % 2];
+    if (!idle_half) {
+      load_reverse_stage<kSplitThreads>(a, stage, p.slot + c, p.row, p.first + c * kC, tokens, p.hv,
+                                        p.column0);
+    } else if (!w.busy) {
+      load_reverse_stage<kSplitThreads / 2>(a, stage, p.slot + c, p.row, p.first + c * kC, tokens,
+                                            p.hv, p.column0);
+    }
   };
   if (chunks > 0) load(chunks - 1);
   for (int64_t c = chunks - 1; c >= 0; --c) {

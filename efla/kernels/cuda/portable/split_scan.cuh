@@ -37,6 +37,11 @@ struct SplitWarp {
 
   __device__ SplitWarp(const ChunkArgs& a, const ScanPlace& p)
       : rows(used_keys<kK>(a) / 2), busy(p.column0 + column < (a.value_dim + 31) / 32 * 32) {}
+  // Whether half of the warps have no columns: then these copy the tiles, for the others are what
+  // everybody waits for.
+  __device__ bool idle_half(const ChunkArgs& a, const ScanPlace& p, bool vectors) const {
+    return kK <= 128 && a.value_dim - p.column0 <= 32 && vectors && a.vector_k && a.vector_q;
+  }
   __device__ bool whole() const { return kK > 128 || rows == kRows; }
   __device__ int end(const ChunkArgs& a) const { return min(a.key_dim, row + rows); }
 
@@ -286,9 +291,16 @@ __global__ void __launch_bounds__(kSplitThreads) split_scan_kernel(const ChunkAr
   const auto tokens_of = [&](int64_t c) {
     return static_cast<int>(min(int64_t{kC}, p.last - p.first - c * kC));
   };
+  const bool idle_half = w.idle_half(a, p, a.vector_v);
   const auto load = [&](int64_t c) {
-    load_stage<kKeep, kSplitThreads>(a, shared.stages[c % 2], p.slot + c, p.row, p.first + c * kC,
-                                     tokens_of(c), p.hv, p.column0);
+    auto& stage = shared.stages[c % 2];
+    if (!idle_half) {
+      load_stage<kKeep, kSplitThreads>(a, stage, p.slot + c, p.row, p.first + c * kC, tokens_of(c),
+                                       p.hv, p.column0);
+    } else if (!w.busy) {
+      load_stage<kKeep, kSplitThreads / 2>(a, stage, p.slot + c, p.row, p.first + c * kC,
+                                           tokens_of(c), p.hv, p.column0);
+    }
   };
   if (chunks > 0) load(0);
   for (int64_t c = 0; c < chunks; ++c) {
