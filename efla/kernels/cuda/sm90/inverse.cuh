@@ -18,9 +18,7 @@ struct alignas(16) DiagonalBlock {
 // steps under which the recurrence itself is stable, for then no element of A_hat is above 2.
 struct LowerTriangle {
   DiagonalBlock diagonal[kC / 8];
-  // L_hat below these: its upper rows, which end at the diagonal, and its lower ones. ldmatrix has
-  // no bank conflicts with either pitch.
-  alignas(16) __half upper[kC / 2][kC / 2 + 8], lower[kC / 2][kC + 8];
+  alignas(16) __half below[kC][kC + 8];  // L_hat below these; ldmatrix without bank conflicts
 };
 // The two blocks of 32 on the diagonal of A_hat, one above the other.
 struct alignas(16) HalfInverse {
@@ -33,15 +31,10 @@ __device__ __forceinline__ void sync_invert() { sync_threads(kInvertBarrier, kWa
 __device__ __forceinline__ uint32_t half_pair(float x, float y) { return pack<__half>(x, y); }
 
 // Block (row, column) of 16 x 16 as operand A.
-__device__ __forceinline__ AFragment<__half> block_operand(const HalfInverse& half, int row,
-                                                           int column) {
-  return load_a<__half>(&half.x[0][0], kC / 2 + 8, 16 * row, 16 * column);
-}
-__device__ __forceinline__ AFragment<__half> block_operand(const LowerTriangle& l, int row,
-                                                           int column) {
-  const bool upper = row < 2;
-  return load_a<__half>(upper ? &l.upper[0][0] : &l.lower[0][0], upper ? kC / 2 + 8 : kC + 8,
-                        row % 2 * 16, 16 * column);
+template <int kPitch>
+__device__ __forceinline__ AFragment<__half> block_operand(const __half (&triangle)[kC][kPitch],
+                                                           int row, int column) {
+  return load_a<__half>(&triangle[0][0], kPitch, 16 * row, 16 * column);
 }
 
 // What a product of 16 x 8 gives, as operand B of the next.
@@ -99,8 +92,8 @@ __device__ __forceinline__ void invert(const LowerTriangle& lower, HalfInverse& 
     // In products of 16: L21 and A22 are the lower left and the lower right block of A.
     uint32_t a11[4];
     ldmatrix_x4_transposed(a11, shared_address(&half.x[row][warp % 2 * 16]));
-    const uint32_t l21 = block_operand(lower, warp, warp).x[1];
-    const uint32_t a22 = block_operand(half, warp, warp % 2).x[3];
+    const uint32_t l21 = block_operand(lower.below, warp, warp).x[1];
+    const uint32_t a22 = block_operand(half.x, warp, warp % 2).x[3];
     CFragment c{}, d{};
     mma<__half>(c, AFragment<__half>{{0, l21, 0, 0}}, BFragment<__half>{{a11[0], 0}});
     mma<__half>(d, AFragment<__half>{{0, 0, 0, a22}},
@@ -115,8 +108,8 @@ __device__ __forceinline__ void invert(const LowerTriangle& lower, HalfInverse& 
     const int first = warp / 2 * 2, column = 16 * first + warp % 2 * 8;  // first block of the pair
     uint32_t a11[4];
     ldmatrix_x4_transposed(a11, shared_address(&half.x[16 * first + lane % 16][warp % 2 * 8]));
-    const AFragment<__half> l21 = block_operand(lower, first + 1, first);
-    const AFragment<__half> a22 = block_operand(half, first + 1, 1);
+    const AFragment<__half> l21 = block_operand(lower.below, first + 1, first);
+    const AFragment<__half> a22 = block_operand(half.x, first + 1, 1);
     CFragment c{}, d{};
     mma<__half>(c, l21, BFragment<__half>{{a11[0], a11[1]}});
     mma<__half>(d, a22, as_operand(c));
@@ -131,10 +124,11 @@ __device__ __forceinline__ void invert(const LowerTriangle& lower, HalfInverse& 
   before_last();
   uint32_t a11[4];  // rows 0.. and 16.. of 8 columns
   ldmatrix_x4_transposed(a11, shared_address(&half.x[lane][8 * warp]));
-  const AFragment<__half> l21[2][2] = {{block_operand(lower, 2, 0), block_operand(lower, 2, 1)},
-                                       {block_operand(lower, 3, 0), block_operand(lower, 3, 1)}};
-  const AFragment<__half> a22[3] = {block_operand(half, 2, 0), block_operand(half, 3, 0),
-                                    block_operand(half, 3, 1)};
+  const AFragment<__half> l21[2][2] = {
+      {block_operand(lower.below, 2, 0), block_operand(lower.below, 2, 1)},
+      {block_operand(lower.below, 3, 0), block_operand(lower.below, 3, 1)}};
+  const AFragment<__half> a22[3] = {block_operand(half.x, 2, 0), block_operand(half.x, 3, 0),
+                                    block_operand(half.x, 3, 1)};
   BFragment<__half> product[2];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {

@@ -273,10 +273,8 @@ __device__ __forceinline__ void store_lower(LowerTriangle& s, const RowFactors& 
                                             int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, t4 = lane % 4 * 2;
-  const int pitch = warp < 2 ? kC / 2 + 8 : kC + 8;
-  __half* below = (warp < 2 ? &s.upper[0][0] : &s.lower[0][0]) + (warp % 2 * 16 + r) * pitch + t4;
   const auto store = [&](int j, int h, float x, float y) {
-    *reinterpret_cast<uint32_t*>(below + 8 * h * pitch + 8 * j) = half_pair(x, y);
+    *reinterpret_cast<uint32_t*>(&s.below[16 * warp + 8 * h + r][8 * j + t4]) = half_pair(x, y);
   };
   const GateFactors gates = kDecay ? GateFactors(f.block_gate) : GateFactors();
   // Columns of the 16-token blocks before this warp's own. Factors are read ahead of the writes:

@@ -166,7 +166,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                   static_cast<int>(p.row));
         commit_stores();
         wait_stores_read<1>();
-        if (c > 0) s.values_free[i == 0 ? Shared::kValueStages - 1 : i - 1].arrive();
+        if (c > 0) s.values_free[i == 0 ? Shared::kStages - 1 : i - 1].arrive();
       }
     } else {
       T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +
@@ -193,17 +193,17 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
   };
 
-  ChunkCount n;
+  Ring<Shared::kStages> ring;
+  Ring<Shared::kValueStages> value_ring;
+  Ring<2> triangles;
   int previous = 0;  // buffer of v of the chunk before
 #pragma unroll 1
-  for (; n.chunk < chunks; n.advance()) {
-    const int c = n.chunk, i = n.buffer<Shared::kStages>(), j = n.buffer<2>();
-    const int vi = n.buffer<Shared::kValueStages>();  // and, with kOutput, of q
-    const uint32_t value_round = n.round<Shared::kValueStages>();
+  for (int c = 0; c < chunks; ++c) {
+    const int i = ring.index, j = triangles.index, vi = kKeep ? value_ring.index : i;
     const ChunkScalars& scalars = s.scalars[i];
-    s.ready[j].wait(n.round<2>());
+    s.ready[j].wait(triangles.round);
     if (!kOutput && args.prepared) {  // else prepare() has waited and shortened rows
-      s.keys_full[i].wait(n.round<Shared::kStages>());
+      s.keys_full[i].wait(ring.round);
       if (kIsBfloat16<T> && scalars.whole.long_rows) {
         shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[i]);
       }
@@ -221,14 +221,13 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
     if constexpr (kOutput) {
       if (c > 0) round_output(previous);  // while the product runs
-      s.queries_full[vi].wait(value_round);
       fence_products();
-      multiply_state<T, kK>(o, packed, s.q[vi]);
+      multiply_state<T, kK>(o, packed, s.q[i]);
       if (c > 0) send_output(c - 1, previous);
     }
     wait_products<0>();
     pin(r);
-    if (values) s.values_full[vi].wait(value_round);
+    if (values) s.values_full[vi].wait(kKeep ? value_ring.round : ring.round);
     uint32_t u[4][4];
     make_r<T>(u, r, shared_address(s.v[vi][group]) + lane_offset, scalars, values);
     if constexpr (kErase) {
@@ -274,7 +273,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
     }
     pin(state);
-    if constexpr (kOutput) s.scores_ready[j].wait(n.round<2>());
+    if constexpr (kOutput) s.scores_ready[j].wait(triangles.round);
     fence_products();
     const uint64_t columns = describe_columns(s.k[i], kC * 128);
 #pragma unroll
@@ -306,7 +305,6 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     __syncwarp();
     if (lane == 0) {
       s.keys_free[i].arrive();
-      if (kOutput) s.queries_free[vi].arrive();
       s.triangles_free[j].arrive();
       if (!Shared::kScores && values) s.values_free[vi].arrive();
     }
@@ -314,7 +312,10 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       wait_stores_read<0>();
       s.values_free[vi].arrive();
     }
-    previous = vi;
+    previous = i;
+    ring.advance();
+    if constexpr (kKeep) value_ring.advance();
+    triangles.advance();
   }
   if constexpr (kOutput) {
     if (chunks > 0) {
@@ -354,10 +355,9 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   constexpr int kGroups = kV / 64;
   constexpr bool kWide = kGroups == 2;
   // Registers of the warpgroup that prepares; wide, it shares 128 with the one that inverts.
-  constexpr int kPrepare = !kWide ? 152 : !kErase ? 96 : 80;
-  init_barriers<kPreparedHalves<kErase, kWalk>>(s, args.prepared);
+  constexpr int kPrepare = !kWide ? 152 : !kErase ? 96 : kWalk == Walk::kKeep ? 72 : 64;
+  init_barriers<kPreparedHalves<kErase, kDecay, kWalk>>(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
-  const bool prepared = kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared);
   const int group = threadIdx.x / kWarpgroup;
   // Each role finds the place for itself: kept across the roles' register limits it would spill.
   if (group < kGroups) {
@@ -367,20 +367,15 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   } else if (group == kGroups) {
     give_registers<kPrepare>();
     const Place p = find_walk<kWalk>(args, kV, values);
-    if (prepared) {
+    if (kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared)) {
       load_prepared<kErase>(args.common, s, p, values);
     } else if constexpr (kWalk != Walk::kAdvance) {
-      feed_and_prepare<T, kK, kV, kErase, kDecay>(maps, args.common, s, p);
+      prepare<T, kK, kV, kErase, kDecay>(args.common, s, p, values);
     }
   } else {
     give_registers<kWide ? 128 - kPrepare : 96>();
     const Place p = find_walk<kWalk>(args, kV, values);
-    if (prepared) {
-      const int chunks = chunks_of(p);
-      feed_chunks(maps, s, p, 0, chunks, 0, 0, 0, values ? chunks : 0);
-    } else if constexpr (kErase && kWalk != Walk::kAdvance) {
-      invert_all<T, kK, kV, kErase, kDecay>(maps, args.common, s, p);
-    }
+    feed_and_invert<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
   }
 }
 

@@ -20,25 +20,14 @@ __device__ __forceinline__ void zero_tiles(Tiles& tiles, int thread) {
   }
 }
 
-// Zeroes what lies behind the sequence in v's tile of the chunk.
-template <typename Shared>
-__device__ __forceinline__ void clear_values(Shared& s, const ChunkCount& n, int tokens,
-                                             int thread) {
-  s.triangles_free[n.buffer<2>()].wait(n.round<2>() ^ 1);  // or v could be two rounds behind
-  const int i = n.buffer<Shared::kValueStages>();
-  s.values_full[i].wait(n.round<Shared::kValueStages>());
-  clear_rows<Shared::kGroups>(s.v[i], tokens, thread);
-}
-
-// Halves [first, last) of P_hat, 32 columns each, from the tiles k and q of a chunk, to buffer j.
+// Halves [first, last) of P_hat, 32 columns each, of the chunk in buffers i of k and q and j.
 template <typename T, int kK, bool kDecay, typename Shared>
-__device__ __forceinline__ void make_scores(Shared& s, const unsigned char* k,
-                                            const unsigned char* q, int j, int first, int last,
+__device__ __forceinline__ void make_scores(Shared& s, int i, int j, int first, int last,
                                             int thread) {
 #pragma unroll 1
   for (int h = first; h < last; ++h) {
     float kq[16];
-    multiply_keys<T, kK, 32>(kq, k, q + h * 32 * 128);
+    multiply_keys<T, kK, 32>(kq, s.k[i][0], s.q[i][0] + h * 32 * 128);
     wait_products<0>();
     pin(kq);
     store_scores<T, kDecay, 32>(s.scratch.factors[j], kq, s.scores[j], 2 * h, thread);
@@ -46,41 +35,40 @@ __device__ __forceinline__ void make_scores(Shared& s, const unsigned char* k,
   fence_async_proxy();
 }
 
-// The warpgroup that feeds, and makes a chunk's scalars, L_hat for the one that inverts it, and
-// what falls to it of P_hat.
+// The warpgroup that makes a chunk's scalars, L_hat for the one that inverts it, and what
+// falls to it of P_hat.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
-__device__ __forceinline__ void feed_and_prepare(const ScanMaps& maps, const ChunkArgs& a,
-                                                 ScanShared<kK, kV, kWalk>& s, const Place& p) {
+__device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
+                                        const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  constexpr int kHalves = kPreparedHalves<kErase, kWalk>;
+  constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
-  constexpr bool kFeeds = kFirstFeeds<kWalk> || !kErase;
-  if constexpr (kFeeds) feed_first(maps, s, p);
   zero_tiles(s.scores, thread);  // below the diagonal they stay zero
-  ChunkCount n;
+  Ring<Shared::kStages> ring;
+  Ring<2> out;
   const int row = static_cast<int>(p.row), hv = p.hv;
   int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
+  int chunk = 0;  // for kKeep
   read_token<kDecay>(a, s.scratch, 0, row, token + thread, hv, thread, thread < left);
 #pragma unroll 1
   while (left > 0) {
     // Or the addresses of all that follows are kept across chunks, and spill.
     hide_index<kWarpgroup>(thread);
-    const int i = n.buffer<Shared::kStages>(), j = n.buffer<2>();
-    const int qi = n.buffer<Shared::kQueryStages>();
-    const uint32_t round = n.round<2>(), query_round = n.round<Shared::kQueryStages>();
+    const int i = ring.index, j = out.index;
     const int tokens = min(kC, left);
     left -= kC;
     token += kC;
-    unsigned char *k = s.k[i][0], *q = s.q[qi][0];
+    unsigned char *k = s.k[i][0], *q = s.q[i][0];
     wait_copies<0>();
-    s.keys_full[i].wait(n.round<Shared::kStages>());
-    if (tokens < kC || a.qk_l2norm) s.queries_full[qi].wait(query_round);
+    s.keys_full[i].wait(ring.round);
     if (tokens < kC) {
       clear_rows<kK / 64>(s.k[i], tokens, thread);
-      clear_rows<kK / 64>(s.q[qi], tokens, thread);
-      if constexpr (!kErase) {
-        feed_with_output(maps, s, p, n.chunk);
-        clear_values(s, n, tokens, thread);
+      clear_rows<kK / 64>(s.q[i], tokens, thread);
+      if (values) {
+        s.triangles_free[j].wait(out.round ^ 1);  // or v's buffer could be two rounds behind
+        const int n = Shared::kKeep ? chunk % 2 : i;
+        s.values_full[n].wait(Shared::kKeep ? chunk / 2 & 1 : ring.round);
+        clear_rows<Shared::kGroups>(s.v[n], tokens, thread);
       }
       fence_async_proxy();
     }
@@ -91,7 +79,7 @@ __device__ __forceinline__ void feed_and_prepare(const ScanMaps& maps, const Chu
     read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
     wait_products<0>();
     pin(kk);
-    if constexpr (kErase) s.lower_free[j].wait(round ^ 1);
+    if constexpr (kErase) s.lower_free[j].wait(out.round ^ 1);
     const RowScalars rows = make_scalars<T, kK, kDecay, true>(a, s.scratch, kk, k, q, s.scalars[i],
                                                               j, tokens, a.qk_l2norm, thread);
     if constexpr (kErase) {
@@ -100,88 +88,90 @@ __device__ __forceinline__ void feed_and_prepare(const ScanMaps& maps, const Chu
     }
     // kKeep's walk takes no scores: it may be done with this chunk by now.
     if constexpr ((Shared::kOutput && kHalves > 0) || !kErase) {
-      s.triangles_free[j].wait(round ^ 1);
+      s.triangles_free[j].wait(out.round ^ 1);
     }
     if constexpr (!kErase) s.ready[j].arrive();
-    if constexpr (kFeeds) feed_with_triangles(maps, s, p, n.chunk);
-    if constexpr (kHalves > 0) {
-      s.queries_full[qi].wait(query_round);
-      make_scores<T, kK, kDecay>(s, k, q, j, 0, kHalves, thread);
-      arrive_warp(s.queries_free[qi]);
-    }
+    make_scores<T, kK, kDecay>(s, i, j, 0, kHalves, thread);
     arrive_warp(s.keys_free[i]);
     if constexpr (Shared::kKeep) {
       sync_prepare();
       if (thread == 0) {
-        const int64_t place = workspace_place(a, p, n.chunk);
+        const int64_t place = workspace_place(a, p, chunk);
         store_bytes(static_cast<unsigned char*>(a.scores) + place * Shared::kTile, s.scores[j],
                     Shared::kTile);
         store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[i], sizeof(ChunkScalars));
         commit_stores();
       }
+      ++chunk;
     } else if constexpr (kHalves > 0) {
       arrive_warp(s.scores_ready[j]);
     }
-    if constexpr (kFeeds) {
-      if (kErase || tokens == kC) feed_with_output(maps, s, p, n.chunk);
-    }
-    n.advance();
+    ring.advance();
+    out.advance();
   }
   if (Shared::kKeep && thread == 0) wait_stores<0>();
 }
 
-// The warpgroup that inverts what feed_and_prepare() leaves, and makes the rest of P_hat.
+// The warpgroup that feeds, k and q from its first warp and v from its second, and inverts what
+// prepare() leaves, if it does; then it makes the rest of P_hat.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
-__device__ __forceinline__ void invert_all(const ScanMaps& maps, const ChunkArgs& a,
-                                           ScanShared<kK, kV, kWalk>& s, const Place& p) {
+__device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const ScanArgs& args,
+                                                ScanShared<kK, kV, kWalk>& s, const Place& p,
+                                                bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  constexpr int kHalves = kPreparedHalves<kErase, kWalk>;
+  constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
+  const ChunkArgs& a = args.common;
   int thread = threadIdx.x % kWarpgroup;
-  if constexpr (!kFirstFeeds<kWalk>) feed_first(maps, s, p);
-  zero_tiles(s.scratch.inverse, thread);  // above the diagonal they stay zero
-  zero_tiles(s.inverse, thread);
-  const int chunks = chunks_of(p), rest = static_cast<int>(p.tokens % kC);
-  ChunkCount n;
-#pragma unroll 1
-  for (; n.chunk < chunks; n.advance()) {
-    hide_index<kWarpgroup>(thread);
-    const int j = n.buffer<2>();
-    s.triangles_free[j].wait(n.round<2>() ^ 1);
-    if constexpr (!kFirstFeeds<kWalk>) {
-      feed_with_triangles(maps, s, p, n.chunk);
-      if (rest > 0 && n.chunk == chunks - 1) feed_with_output(maps, s, p, n.chunk);
-    }
-    s.lower_full[j].wait(n.round<2>());
-    sync_invert();  // the chunk before is done in all warps
-    invert<T>(s.scratch.lower[j], s.scratch.inverse, s.inverse[j], thread, [] {});
-    if (rest > 0 && n.chunk == chunks - 1) clear_values(s, n, rest, thread);
-    fence_async_proxy();
-    s.ready[j].arrive();
-    if constexpr (!kFirstFeeds<kWalk>) {
-      if (rest == 0 || n.chunk < chunks - 1) feed_with_output(maps, s, p, n.chunk);
-    }
-    if constexpr (kHalves < 2) {
-      hide_index<kWarpgroup>(thread);
-      const int i = n.buffer<Shared::kStages>(), qi = n.buffer<Shared::kQueryStages>();
-      s.queries_full[qi].wait(n.round<Shared::kQueryStages>());
-      make_scores<T, kK, kDecay>(s, s.k[i][0], s.q[qi][0], j, kHalves, 2, thread);
-      arrive_warp(s.scores_ready[j]);
-      arrive_warp(s.keys_free[i]);
-      arrive_warp(s.queries_free[qi]);
-    }
-    arrive_warp(s.lower_free[j]);  // and the factors
-    if constexpr (Shared::kKeep) {
-      if (thread == 0) wait_stores_read<0>();  // that of the chunk before, whose buffer is next
-      sync_invert();
-      if (thread == 0) {
-        store_bytes(
-            static_cast<unsigned char*>(a.inverse) + workspace_place(a, p, n.chunk) * Shared::kTile,
-            s.inverse[j], Shared::kTile);
-        commit_stores();
-      }
-    }
+  const int chunks = chunks_of(p);
+  const bool feeds_keys = thread == 0, feeds_values = thread == 32 && values;
+  KeyFeeder<kK, Shared> keys(maps, s, p, Shared::kScores && !args.prepared);
+  ValueFeeder<kK, kV, kWalk> v(maps, s, p);
+  if (!Shared::kScores || args.prepared || !kErase) {
+    while (feeds_keys && keys.left > 0) keys.feed();
+    while (feeds_values && v.left > 0) v.feed();
+    return;
   }
-  if (Shared::kKeep && thread == 0) wait_stores<0>();
+  if constexpr (Shared::kScores && kErase) {
+    for (int i = 0; i < Shared::kStages && feeds_keys; ++i) keys.feed();
+    for (int i = 0; i < Shared::kValueStages && feeds_values; ++i) v.feed();
+    __syncwarp();
+    zero_tiles(s.scratch.inverse, thread);  // above the diagonal they stay zero
+    zero_tiles(s.inverse, thread);
+    Ring<Shared::kStages> ring;
+    Ring<2> triangles;
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c) {
+      hide_index<kWarpgroup>(thread);
+      const int i = ring.index, j = triangles.index;
+      if (c > 1 && feeds_keys) keys.feed();
+      if (c >= Shared::kValueStages && feeds_values) v.feed();
+      s.triangles_free[j].wait(triangles.round ^ 1);
+      s.lower_full[j].wait(triangles.round);
+      sync_invert();  // the chunk before is done in all warps
+      invert<T>(s.scratch.lower[j], s.scratch.inverse, s.inverse[j], thread, [] {});
+      fence_async_proxy();
+      s.ready[j].arrive();
+      if constexpr (kHalves < 2) {
+        make_scores<T, kK, kDecay>(s, i, j, kHalves, 2, thread);
+        arrive_warp(s.scores_ready[j]);
+        arrive_warp(s.keys_free[i]);
+      }
+      arrive_warp(s.lower_free[j]);  // and the factors
+      if constexpr (Shared::kKeep) {
+        if (thread == 0) wait_stores_read<0>();  // that of the chunk before, whose buffer is next
+        sync_invert();
+        if (thread == 0) {
+          store_bytes(
+              static_cast<unsigned char*>(a.inverse) + workspace_place(a, p, c) * Shared::kTile,
+              s.inverse[j], Shared::kTile);
+          commit_stores();
+        }
+      }
+      ring.advance();
+      triangles.advance();
+    }
+    if (Shared::kKeep && thread == 0) wait_stores<0>();
+  }
 }
 
 // In its place where the chunks have been prepared: brings in what a walk without output needs.
@@ -318,24 +308,6 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
   if (thread == 0) wait_stores<0>();
 }
 
-// Its feeder: k and, where they are wanted, queries, behind one barrier.
-template <int kK>
-__device__ __forceinline__ void feed_pairs(const ScanMaps& maps, PrepareShared<kK>& s,
-                                           const Place& p, bool queries) {
-  const int chunks = chunks_of(p), row = static_cast<int>(p.row);
-  int token = static_cast<int>(p.begin);
-  Ring<PrepareShared<kK>::kStages> ring;
-  for (int c = 0; c < chunks; ++c, token += kC, ring.advance()) {
-    const int i = ring.index;
-    s.keys_free[i].wait(ring.round ^ 1);
-    s.keys_full[i].arrive_expecting((queries ? 2 : 1) * kK * kC * 2);
-    for (int j = 0; j < kK / 64; ++j) {
-      load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, p.hk, token, row);
-      if (queries) load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, p.hk, token, row);
-    }
-  }
-}
-
 // Prepares chunks for walks that follow: what they need twice or more is then made once, and not in
 // turn with the states. args.part_tokens are those of a block, `part_tokens` those of the walks'
 // parts, the last of which without scores (that is, for the forward) needs nothing.
@@ -359,7 +331,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   if (threadIdx.x < kWarpgroup) {
     prepare_all<T, kK, kErase, kDecay>(args.common, s, p);
   } else if (threadIdx.x == kWarpgroup) {
-    feed_pairs(maps, s, p, a.scores != nullptr);
+    KeyFeeder<kK, PrepareShared<kK>> keys(maps, s, p, a.scores != nullptr);
+    while (keys.left > 0) keys.feed();
   }
 }
 

@@ -16,21 +16,20 @@ template <int kK, int kV, Walk kWalk>
 struct ScanShared {
   static constexpr int kGroups = kV / 64;
   static constexpr int kTile = kC * 128;
+  static constexpr int kStages = 3;
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
-  static constexpr int kStages = kOutput ? 4 : 3;  // of k: what makes A_hat begins with it
   static constexpr bool kScores = kOutput || kKeep;
-  static constexpr int kQueryStages = kScores ? 3 : 1, kValueStages = kKeep ? 2 : 3;
+  static constexpr int kValueStages = kKeep ? 2 : 3;
 
   unsigned char k[kStages][kK / 64][kTile];
-  unsigned char q[kQueryStages][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
+  unsigned char q[kScores ? kStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
   unsigned char v[kValueStages][kGroups][kTile];  // later o or U
   unsigned char kept[kKeep ? kGroups : 1][kKeep ? kK / 64 : 1][kKeep ? kTile : 1024];  // S^T
   unsigned char inverse[2][kTile];
   unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
   PrepareScratch<2> scratch;
   ChunkScalars scalars[kStages];
-  Barrier keys_full[kStages], keys_free[kStages];  // k; scalars
-  Barrier queries_full[kQueryStages], queries_free[kQueryStages];
+  Barrier keys_full[kStages], keys_free[kStages];                // k and q; scalars
   Barrier values_full[kValueStages], values_free[kValueStages];  // v
   Barrier lower_full[2], lower_free[2];                          // L_hat
   Barrier ready[2], scores_ready[2], triangles_free[2];          // inverse and scalars, scores
@@ -66,30 +65,10 @@ struct Ring {
   }
 };
 
-// Chunks take the buffers of rings of 2, 3 or 4 in turn; this counts them for all of these. Of a
-// ring of kSize: the chunk's buffer, and the parity of its round there.
-struct ChunkCount {
-  int chunk = 0;
-  Ring<3> thirds = {};
-
-  template <int kSize>
-  __device__ __forceinline__ int buffer() const {
-    return kSize == 3 ? thirds.index : chunk % kSize;
-  }
-  template <int kSize>
-  __device__ __forceinline__ uint32_t round() const {
-    return kSize == 3 ? thirds.round : chunk / kSize & 1;
-  }
-  __device__ __forceinline__ void advance() {
-    ++chunk;
-    thirds.advance();
-  }
-};
-
 // Of P_hat's two halves of 32 columns, how many the warpgroup makes that prepares chunks; the one
 // that inverts makes the others.
-template <bool kErase, Walk kWalk>
-inline constexpr int kPreparedHalves = kErase&& kWalk == Walk::kOutput ? 1 : 2;
+template <bool kErase, bool kDecay, Walk kWalk>
+inline constexpr int kPreparedHalves = kErase&& kWalk == Walk::kOutput ? (kDecay ? 0 : 1) : 2;
 
 template <int kHalves, typename Shared>
 __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
@@ -99,10 +78,6 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
     for (int i = 0; i < Shared::kStages; ++i) {
       s.keys_full[i].init(1);
       s.keys_free[i].init(walkers + makers);
-    }
-    for (int i = 0; i < Shared::kQueryStages; ++i) {
-      s.queries_full[i].init(1);
-      s.queries_free[i].init((Shared::kOutput ? walkers : 0) + 4 * ((kHalves > 0) + (kHalves < 2)));
     }
     for (int i = 0; i < Shared::kValueStages; ++i) {
       s.values_full[i].init(1);
@@ -120,75 +95,72 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   __syncthreads();
 }
 
-// Starts copying chunk c of one tensor, if there is one, once there is room for it.
-template <int kStages, int kBoxes>
-__device__ __forceinline__ void feed_chunk(const CUtensorMap& map,
-                                           unsigned char (&tiles)[kStages][kBoxes][kC * 128],
-                                           Barrier (&full)[kStages], Barrier (&free)[kStages],
-                                           const Place& p, int column, int head, int c) {
-  if (c >= chunks_of(p)) return;
-  const int i = c % kStages;
-  free[i].wait((c / kStages & 1) ^ 1);
-  full[i].arrive_expecting(kBoxes * kC * 128);
-  for (int j = 0; j < kBoxes; ++j) {
-    load_box(tiles[i][j], map, full[i], column + 64 * j, head, static_cast<int>(p.begin) + c * kC,
-             static_cast<int>(p.row));
-  }
-}
+// Of the thread that feeds k and, where they are wanted, queries.
+template <int kK, typename Shared>
+struct KeyFeeder {
+  const ScanMaps& maps;
+  Shared& s;
+  int token, hk, row, left;  // left: chunks
+  bool queries;
+  Ring<Shared::kStages> ring = {};
 
-// Whether a walk is fed by the warpgroup that prepares, or by the one that inverts: what leaves
-// both without spilled registers.
-template <Walk kWalk>
-inline constexpr bool kFirstFeeds = kWalk == Walk::kOutput;
+  __device__ __forceinline__ KeyFeeder(const ScanMaps& maps, Shared& s, const Place& p,
+                                       bool queries)
+      : maps(maps),
+        s(s),
+        token(static_cast<int>(p.begin)),
+        hk(p.hk),
+        row(static_cast<int>(p.row)),
+        left(chunks_of(p)),
+        queries(queries) {}
 
-// The feeding of a walk, by threads of three warps of a warpgroup, so that they wait side by side.
-// All of the warpgroup call these.
-template <int kK, int kV, Walk kWalk>
-__device__ __forceinline__ void feed_chunks(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
-                                            const Place& p, int keys, int keys_end, int queries,
-                                            int queries_end, int values, int values_end) {
-  const int thread = threadIdx.x % kWarpgroup;
-  if (thread == 0) {
-    for (; keys < keys_end; ++keys) {
-      feed_chunk(maps.k, s.k, s.keys_full, s.keys_free, p, 0, p.hk, keys);
-    }
-  } else if (thread == 32) {
-    for (; values < values_end; ++values) {
-      feed_chunk(maps.v, s.v, s.values_full, s.values_free, p, p.column0, p.hv, values);
-    }
-  } else if (thread == 64) {
-    if constexpr (ScanShared<kK, kV, kWalk>::kScores) {
-      for (; queries < queries_end; ++queries) {
-        feed_chunk(maps.q, s.q, s.queries_full, s.queries_free, p, 0, p.hk, queries);
+  // The next chunk, if there is one, once there is room for it.
+  __device__ __forceinline__ void feed() {
+    if (--left < 0) return;
+    const int i = ring.index;
+    s.keys_free[i].wait(ring.round ^ 1);
+    s.keys_full[i].arrive_expecting((queries ? 2 : 1) * kK * kC * 2);
+    for (int j = 0; j < kK / 64; ++j) {
+      load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, hk, token, row);
+      if (Shared::kScores && queries) {
+        load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, hk, token, row);
       }
     }
+    token += kC;
+    ring.advance();
   }
-  __syncwarp();
-}
+};
 
-// What there is room for at the start.
+// Of the thread that feeds v: another, for v's buffers are free later than those of k and q.
 template <int kK, int kV, Walk kWalk>
-__device__ __forceinline__ void feed_first(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
-                                           const Place& p) {
+struct ValueFeeder {
   using Shared = ScanShared<kK, kV, kWalk>;
-  feed_chunks(maps, s, p, 0, Shared::kStages, 0, Shared::kQueryStages, 0, Shared::kValueStages);
-}
-// What the walk makes room for when it is done with chunk c - 2, as it gives back the triangles.
-template <int kK, int kV, Walk kWalk>
-__device__ __forceinline__ void feed_with_triangles(const ScanMaps& maps,
-                                                    ScanShared<kK, kV, kWalk>& s, const Place& p,
-                                                    int c) {
-  using Shared = ScanShared<kK, kV, kWalk>;
-  if (c < 2) return;
-  const int keys = c + Shared::kStages - 2, queries = c + Shared::kQueryStages - 2;
-  feed_chunks(maps, s, p, keys, keys + 1, queries, queries + 1, 0, 0);
-}
-// What it makes room for within chunk c - 1: o leaves from v's buffer a chunk later.
-template <int kK, int kV, Walk kWalk>
-__device__ __forceinline__ void feed_with_output(const ScanMaps& maps, ScanShared<kK, kV, kWalk>& s,
-                                                 const Place& p, int c) {
-  if (c >= ScanShared<kK, kV, kWalk>::kValueStages) feed_chunks(maps, s, p, 0, 0, 0, 0, c, c + 1);
-}
+  const ScanMaps& maps;
+  Shared& s;
+  int token, hv, row, column0, left;
+  Ring<Shared::kValueStages> ring = {};
+
+  __device__ __forceinline__ ValueFeeder(const ScanMaps& maps, Shared& s, const Place& p)
+      : maps(maps),
+        s(s),
+        token(static_cast<int>(p.begin)),
+        hv(p.hv),
+        row(static_cast<int>(p.row)),
+        column0(p.column0),
+        left(chunks_of(p)) {}
+
+  __device__ __forceinline__ void feed() {
+    if (--left < 0) return;
+    const int i = ring.index;
+    s.values_free[i].wait(ring.round ^ 1);
+    s.values_full[i].arrive_expecting(kV * kC * 2);
+    for (int j = 0; j < kV / 64; ++j) {
+      load_box(s.v[i][j], maps.v, s.values_full[i], column0 + 64 * j, hv, token, row);
+    }
+    token += kC;
+    ring.advance();
+  }
+};
 
 // Where the backward's workspaces hold chunk `chunk` of a place. Tiles lie there as in shared
 // memory.
