@@ -48,7 +48,7 @@ struct ChunkArgs {
   float* scalars;  // [slots, HV, kScalarRows, C]
 
   // Backward only, but for `columns` on Hopper: V rounded up to whole tiles. The matrices over it
-  // are zero beyond V, and beyond K.
+  // are zero beyond V and beyond K as far as anyone reads them.
   View grad_o;
   bool vector_grad_o;
   const float* grad_final_state;  // [N, HV, K, V]; null: zero

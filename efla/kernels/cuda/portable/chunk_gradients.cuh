@@ -422,6 +422,8 @@ __global__ void __launch_bounds__(kGradientThreads<kK, kC>, kGradientBlocks<kK, 
   if (threadIdx.x < kC) {
     make_scalars<T, kC>(a, chunk, hv, s.scalars);
     make_factors(a, s);
+  } else {
+    pass_scalars<kC>(a);
   }
 
   block.add_all_values();

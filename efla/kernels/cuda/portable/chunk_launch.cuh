@@ -81,7 +81,8 @@ cudaError_t launch_chunk(const ChunkArgs& a, bool backward, cudaStream_t stream)
   constexpr int kWide = sizeof(T) == 2 && kK <= 128 ? 8 : 4;
   const int64_t chunks =
       chunk_slots(a.sequences, a.tokens, a.cu_seqlens != nullptr, kC) * a.value_heads;
-  const bool wide = a.value_dim > 64 && a.sequences * a.value_heads >= kManyTiles;
+  const bool wide = a.value_dim > 64 && a.sequences * a.value_heads >= kManyTiles &&
+                    block_may_have(2 * sizeof(ScanStage<T, kK, kC, kWide>));
   if (auto e = launch(chunk_prepare_kernel<T, kK, kC>, chunks, kC * 2,
                       sizeof(PrepareShared<T, kK, kC>), a, stream)) {
     return e;

@@ -180,7 +180,11 @@ __global__ void __launch_bounds__(kC * 2, kC == 64 && kK <= 128 ? 5 : 1)
   const TokenScalars<kC, Gate<T>>& x = s.scalars;
   measure_rows<T, kK, kC>(a, s.tiles.k, s.tiles.q, s.scalars);
   // By those warps that have the least of the products to make.
-  if (threadIdx.x < kC) make_scalars<T, kC>(a, chunk, hv, s.scalars);
+  if (threadIdx.x < kC) {
+    make_scalars<T, kC>(a, chunk, hv, s.scalars);
+  } else {
+    pass_scalars<kC>(a);
+  }
 
   const int lane = threadIdx.x % 32, m0 = threadIdx.x / 32 * 16;
   float kk[kC / 8][4] = {}, qk[kC / 8][4] = {};

@@ -128,12 +128,12 @@ __device__ void measure_rows(const ChunkArgs& a, T* k, T* q, TokenScalars<kC, Ga
   }
 }
 
-// Synchronises the first kC threads.
+// Synchronises kC threads, the first or others.
 template <int kC>
 __device__ __forceinline__ void sync_tokens() {
   static_assert(kC == 32 || kC == 64);
   if constexpr (kC == 64) {
-    asm volatile("bar.sync %0, 64;" ::"r"(1) : "memory");
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 64) : "memory");
   } else {
     __syncwarp();
   }
@@ -179,6 +179,14 @@ __device__ void make_scalars(const ChunkArgs& a, const Chunk& chunk, int hv,
   s.cumulative[t] = cumulative;
   if (t == kC - 1) s.total = cumulative;
   sync_tokens<kC>();
+}
+
+// What the other threads do meanwhile: meet as often. With barriers of some warps only, racecheck
+// does not see the __syncthreads() that follow.
+template <int kC>
+__device__ __forceinline__ void pass_scalars(const ChunkArgs& a) {
+  sync_tokens<kC>();
+  if (a.log_decay.data) sync_tokens<kC>();
 }
 
 }  // namespace efla::cuda

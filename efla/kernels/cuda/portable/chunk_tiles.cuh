@@ -1,5 +1,5 @@
-// How the kernels of 16-bit tensors with K = 256 move tiles: copies of a known number of threads,
-// and 16-byte stores of what lies in fragments.
+// How the portable kernels move tiles: copies of a known number of threads, and 16-byte stores of
+// what lies in fragments.
 #pragma once
 
 #include "efla/kernels/cuda/portable/chunk_common.cuh"

@@ -38,7 +38,7 @@ struct TokenFactors {
   float row[kC];        // -r |k|
   float symmetric[kC];  // -e r |k|: of D o dL o K in dK
   float column[kC];     // r / |k|, with decay; else U comes with it
-  // As in PrepareScratch.
+  // As in RowFactors.
   float gate[kC], head[kC], column_tail[kC];
   alignas(16) float block_gate[4];
   float query[kC];   // scale, times 1 / |q| of the optional l2 normalisation

@@ -1,5 +1,4 @@
-// The inverse of a chunk's unit lower triangle, by the auxiliary warpgroup of the scan
-// (prepare.cuh).
+// The inverse of a chunk's unit lower triangle, by one warpgroup.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/chunk.cuh"

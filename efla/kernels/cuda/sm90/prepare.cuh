@@ -1,5 +1,5 @@
-// The auxiliary warpgroup of the scan: what a chunk needs beside the state, one or two chunks
-// ahead of the warpgroups that hold it.
+// What a chunk needs beside the state, made one or two chunks ahead of the warpgroups that hold it
+// (scan_prepare.cuh says by whom).
 //
 //   L_hat_ti = e_hat_t D_ti (k_hat_t . k_hat_i), i < t        A_hat = (I + L_hat)^-1
 //   P_hat_ti = scale D_ti (q_t . k_hat_i), i <= t      (its tile holds P_hat^T)

@@ -166,7 +166,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                   static_cast<int>(p.row));
         commit_stores();
         wait_stores_read<1>();
-        if (c > 0) s.values_free[i == 0 ? Shared::kStages - 1 : i - 1].arrive();
+        if (c > 0) s.values_free[i == 0 ? Shared::kValueStages - 1 : i - 1].arrive();
       }
     } else {
       T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +

@@ -145,6 +145,7 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
       const int i = ring.index, j = triangles.index;
       if (c > 1 && feeds_keys) keys.feed();
       if (c >= Shared::kValueStages && feeds_values) v.feed();
+      __syncwarp();
       s.triangles_free[j].wait(triangles.round ^ 1);
       s.lower_full[j].wait(triangles.round);
       sync_invert();  // the chunk before is done in all warps

@@ -35,7 +35,7 @@ struct ScanShared {
   Barrier ready[2], scores_ready[2], triangles_free[2];          // inverse and scalars, scores
 };
 
-// Of the auxiliary warpgroup alone, which prepares chunks for several walks (prepare_kernel).
+// Of prepare_kernel, in which one warpgroup prepares and inverts chunks for several walks.
 template <int kK>
 struct PrepareShared {
   static constexpr int kTile = kC * 128;
