@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
     if (kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared)) {
       load_prepared<kErase>(args.common, s, p, values);
     } else if constexpr (kWalk != Walk::kAdvance) {
-      prepare<T, kK, kV, kErase, kDecay>(args.common, s, p, values);
+      prepare<T, kK, kV, kErase, kDecay>(args.common, s, p);
     }
   } else {
     give_registers<kWide ? 128 - kPrepare : 96>();

@@ -20,6 +20,14 @@ __device__ __forceinline__ void zero_tiles(Tiles& tiles, int thread) {
   }
 }
 
+// The same for v of chunk c, once it is there; c - 2 is done, or v could be two rounds behind.
+template <typename Shared>
+__device__ __forceinline__ void clear_values(Shared& s, int c, int tokens, int thread) {
+  constexpr int kStages = Shared::kValueStages;
+  s.values_full[c % kStages].wait(c / kStages & 1);
+  clear_rows<Shared::kGroups>(s.v[c % kStages], tokens, thread);
+}
+
 // Halves [first, last) of P_hat, 32 columns each, of the chunk in buffers i of k and q and j.
 template <typename T, int kK, bool kDecay, typename Shared>
 __device__ __forceinline__ void make_scores(Shared& s, int i, int j, int first, int last,
@@ -39,7 +47,7 @@ __device__ __forceinline__ void make_scores(Shared& s, int i, int j, int first, 
 // falls to it of P_hat.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
-                                        const Place& p, bool values) {
+                                        const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
@@ -48,7 +56,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   Ring<2> out;
   const int row = static_cast<int>(p.row), hv = p.hv;
   int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
-  int chunk = 0;  // for kKeep
+  int chunk = 0;
   read_token<kDecay>(a, s.scratch, 0, row, token + thread, hv, thread, thread < left);
 #pragma unroll 1
   while (left > 0) {
@@ -64,11 +72,9 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     if (tokens < kC) {
       clear_rows<kK / 64>(s.k[i], tokens, thread);
       clear_rows<kK / 64>(s.q[i], tokens, thread);
-      if (values) {
-        s.triangles_free[j].wait(out.round ^ 1);  // or v's buffer could be two rounds behind
-        const int n = Shared::kKeep ? chunk % 2 : i;
-        s.values_full[n].wait(Shared::kKeep ? chunk / 2 & 1 : ring.round);
-        clear_rows<Shared::kGroups>(s.v[n], tokens, thread);
+      if (!kErase) {  // else he who says that A_hat is ready does it
+        s.triangles_free[j].wait(out.round ^ 1);
+        clear_values(s, chunk, tokens, thread);
       }
       fence_async_proxy();
     }
@@ -102,10 +108,10 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
         store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[i], sizeof(ChunkScalars));
         commit_stores();
       }
-      ++chunk;
     } else if constexpr (kHalves > 0) {
       arrive_warp(s.scores_ready[j]);
     }
+    ++chunk;
     ring.advance();
     out.advance();
   }
@@ -150,6 +156,8 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
       s.lower_full[j].wait(triangles.round);
       sync_invert();  // the chunk before is done in all warps
       invert<T>(s.scratch.lower[j], s.scratch.inverse, s.inverse[j], thread, [] {});
+      const int tokens = static_cast<int>(p.tokens) - c * kC;
+      if (tokens < kC) clear_values(s, c, tokens, thread);
       fence_async_proxy();
       s.ready[j].arrive();
       if constexpr (kHalves < 2) {
@@ -157,7 +165,7 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
         arrive_warp(s.scores_ready[j]);
         arrive_warp(s.keys_free[i]);
       }
-      arrive_warp(s.lower_free[j]);  // and the factors
+      s.lower_free[j].arrive();  // and the factors; each thread, so that racecheck can follow
       if constexpr (Shared::kKeep) {
         if (thread == 0) wait_stores_read<0>();  // that of the chunk before, whose buffer is next
         sync_invert();

@@ -85,7 +85,7 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
     }
     for (int i = 0; i < 2; ++i) {
       s.lower_full[i].init(kWarpgroup);
-      s.lower_free[i].init(4);
+      s.lower_free[i].init(kWarpgroup);
       s.ready[i].init(prepared ? 1 : kWarpgroup);
       s.scores_ready[i].init((kHalves > 0) * 4 + (kHalves < 2) * 4);
       s.triangles_free[i].init(walkers);
