@@ -44,6 +44,14 @@ inline Encode encoder() {
   return encode;
 }
 
+// Gives the thread the current device's context, which the encoder asks for. A thread has it from
+// its first runtime call that needs one; torch's backward may come here on a thread without such a
+// call, when all its memory is cached, and torch's device guards make none.
+inline bool bind_context() {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+}
+
 // Boxes of kC tokens x 64 columns of one head over [batch, tokens, heads, columns].
 template <typename AnyView>
 bool make_map(CUtensorMap& map, const AnyView& x, DType dtype, int64_t batch, int64_t tokens,
@@ -59,7 +67,8 @@ bool make_map(CUtensorMap& map, const AnyView& x, DType dtype, int64_t batch, in
   const cuuint32_t box[] = {kTileColumns, 1, kC, 1}, steps[] = {1, 1, 1, 1};
   const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encoder()(&map, type, 4, const_cast<void*>(static_cast<const void*>(x.data)), sizes,
+  return bind_context() &&
+         encoder()(&map, type, 4, const_cast<void*>(static_cast<const void*>(x.data)), sizes,
                    strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
