@@ -2,7 +2,6 @@
 devices, torch.compile, sizes beyond 32 bits, memory."""
 
 import os
-import threading
 
 import efla
 import pytest
@@ -290,22 +289,6 @@ def test_no_call_waits_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-
-
-@needs_gpu
-@pytest.mark.parametrize("dim", [32, 128])
-def test_a_thread_without_a_context(dim):
-    """The driver's encoder of tensor maps asks for one; a thread that finds all memory in torch's cache, as
-    that of a first backward may, has made no call that gives it one."""
-    x = on_device(problem(BFLOAT16, tokens=200, heads=2, key_dim=dim, value_dim=dim), BFLOAT16)
-    x = {n: x[n] for n in ("q", "k", "v", "beta")}
-    expected, found = efla.chunk(**x)[0], []
-    efla.chunk(**x)  # another output's memory to the cache
-    torch.cuda.synchronize()
-    thread = threading.Thread(target=lambda: found.append(efla.chunk(**x)[0]))
-    thread.start()
-    thread.join()
-    assert len(found) == 1 and torch.equal(found[0], expected)
 
 
 @needs_gpu

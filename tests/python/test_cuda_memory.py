@@ -1,6 +1,7 @@
 """What calls keep in memory. On a GPU, or with EFLA_TEST_DEVICE=cpu on the CPU."""
 
 import contextlib
+import threading
 
 import cases
 import efla
@@ -125,3 +126,18 @@ def test_after_inference_only_the_outputs_are_allocated(mode):
         kept = torch.cuda.memory_allocated() - before
     outputs = sum(-(-t.untyped_storage().nbytes() // 512) * 512 for t in (o, final))
     assert kept <= outputs + 512  # 512: the place of the states that are not kept
+
+
+@needs_gpu
+@pytest.mark.parametrize("dim", [32, 128])
+def test_a_thread_that_finds_all_memory_cached(dim):
+    """Such a thread, as that of a first backward may be, has made no call that gives it a CUDA context. The
+    driver's encoder of tensor maps asks for one."""
+    x = inputs(tokens=200, dim=dim, requires_grad=False)
+    expected, found = efla.chunk(**x)[0], []
+    efla.chunk(**x)  # another output's memory to the cache
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=lambda: found.append(efla.chunk(**x)[0]))
+    thread.start()
+    thread.join()
+    assert len(found) == 1 and torch.equal(found[0], expected)
