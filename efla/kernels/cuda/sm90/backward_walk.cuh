@@ -116,8 +116,9 @@ template <int kDim, bool kAdvance>
 inline constexpr int kBackwardThreads = (kDim / 64 + (kAdvance ? 1 : 2)) * kWarpgroup;
 
 // One block per (sequence or part of one, value head). kPadded: K or V is smaller than kDim; the
-// comparisons that this takes would cost the others a tenth of their time.
-template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay, bool kAdvance>
+// comparisons that this takes would cost the others a tenth of their time. kOverScale: walk_back().
+template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay, bool kAdvance,
+          bool kOverScale>
 __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
     backward_kernel(const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ ScanArgs args) {
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
   constexpr bool kTrade = kDim == 128;  // registers; for 64 all have enough from the start
   if (group < Shared::kTiles) {
     if constexpr (kTrade) take_registers<kAdvance ? 208 : 160>();
-    walk_back<T, kPadded, kErase, kDecay>(args, s, p);
+    walk_back<T, kPadded, kErase, kDecay, kOverScale>(args, s, p);
     return;
   }
   if constexpr (!kAdvance) {
@@ -147,8 +148,8 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
     }
   }
   if constexpr (kTrade) give_registers<kAdvance ? 40 : 48>();
-  if (warp == 0 && lane == 0) feed_tokens(maps, args.common, s, p);
-  if (warp == 1 && lane == 0) feed_kept<kErase>(args.common, s, p);
+  if (warp == 0 && elect_one()) feed_tokens(maps, args.common, s, p);
+  if (warp == 1 && elect_one()) feed_kept<kErase>(args.common, s, p);
   if constexpr (!kAdvance) {
     const int token = threadIdx.x % (32 * kScalarWarps);
     if (warp >= 2) ScalarGradients<T, kDim, kErase, kDecay>{args.common, s, p, token, lane}.walk();

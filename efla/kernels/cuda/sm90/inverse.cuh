@@ -17,7 +17,8 @@ struct alignas(16) DiagonalBlock {
 // steps under which the recurrence itself is stable, for then no element of A_hat is above 2.
 struct LowerTriangle {
   DiagonalBlock diagonal[kC / 8];
-  alignas(16) __half below[kC][kC + 8];  // L_hat below these; ldmatrix without bank conflicts
+  alignas(16) __half below[kC][kC - 8];  // L_hat below these; ldmatrix without bank conflicts
+  __half behind[8];                      // read by ldmatrix, not used
 };
 // The two blocks of 32 on the diagonal of A_hat, one above the other.
 struct alignas(16) HalfInverse {

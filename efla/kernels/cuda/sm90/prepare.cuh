@@ -31,6 +31,7 @@ struct PrepareScratch {
   HalfInverse inverse;
   RowFactors factors[2];
   float beta[2][kC], log_decay[2][kC];
+  float unit[kC];  // by which rows of k have been divided
 };
 
 inline constexpr int kPrepareBarrier = 1;  // named barrier of this warpgroup
@@ -68,10 +69,11 @@ __device__ __forceinline__ void read_token(const ChunkArgs& a, Scratch& s, int t
   commit_copies();
 }
 
-// A token's scalars for the normalised key: e |k|^2 / |k as stored|, w |k| and the log gate. The
-// key has been divided by `unit`, which counts as 1 where it is normalised anyway.
+// A token's scalars for the normalised key: e |k|^2 / |k as stored|, w |k| and the log gate; and,
+// where there is no gate, the quotient w |k| of the first. The key has been divided by `unit`,
+// which counts as 1 where it is normalised anyway.
 struct HatCoefficients {
-  float log_gate, erase, write;
+  float log_gate, erase, write, ratio;
 };
 
 template <bool kDecay>
@@ -85,7 +87,8 @@ __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, 
     // e |k|^2 = 1 - e^-x without the detour over phi: the chain that matters most.
     if constexpr (!kDecay) {
       const float erased = -expm1f(-x.beta * lambda);
-      return {0.f, erased * root, a.qk_l2norm ? erased * root / key_scale : erased * root};
+      const float erase = erased * root, ratio = a.qk_l2norm ? 1.f / key_scale : 1.f;
+      return {0.f, erase, erase * ratio, ratio};
     }
     const bool exact = a.rule == Rule::kExact;
     const float rate = exact ? lambda * expf(x.log_decay) : lambda;
@@ -95,11 +98,12 @@ __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, 
     // A huge beta still gives 1 / rate.
     const float quotient = eta <= FLT_MAX ? x.beta / eta : 1.f / rate;
     return {log_gate, -expm1f(-x.beta * rate) * root,
-            eta > 0.f ? -expm1f(-eta) * quotient * norm : x.beta * norm};
+            eta > 0.f ? -expm1f(-eta) * quotient * norm : x.beta * norm, 1.f};
   }
   const auto c = key_coefficients(a.rule, x.beta, lambda, unit, kDecay, x.log_decay);
   const float norm = square > 0.f ? square * root * key_scale : 1.f;  // |k|; 1 for a zero key
-  return {c.log_gate, c.erase * norm * key_scale, c.write * norm};
+  return {c.log_gate, c.erase * norm * key_scale, c.write * norm,
+          a.qk_l2norm ? 1.f / key_scale : 1.f / unit};
 }
 
 // Starts d = X K^T for tiles x and k of the chunk, for kColumns of k's rows.
@@ -180,72 +184,64 @@ __device__ __forceinline__ float own_query_square(const unsigned char* q, int co
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// The scalars of one chunk, whose tokens were read to buffer j. Long rows of k, and of q where they
-// are normalised, are shortened.
-template <typename T, int kK, bool kDecay, bool kScores, typename Scratch>
-__device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, Scratch& s, float (&kk)[32],
-                                                   unsigned char* k, unsigned char* q,
-                                                   ChunkScalars& scalars, int j, int tokens,
-                                                   bool normed_queries, int thread) {
+// The scalars of one chunk, whose tokens were read to buffer j. False: rows of k, or of q where
+// they are normalised, may have been long and have been shortened; then kk is to be made anew, and
+// this called `again`. (To keep kk and the rest until then would take registers that nobody has.)
+template <typename T, int kK, bool kDecay, bool kScores, bool kFolded, typename Scratch>
+__device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& a, Scratch& s,
+                                             const float (&kk)[32], unsigned char* k,
+                                             unsigned char* q, ChunkScalars& scalars,
+                                             float (&query_row)[kC], int j, int tokens,
+                                             bool normed_queries, bool again, int thread) {
   const int lane = thread % 32, row = own_row(thread);
   const bool writes = lane % 2 == 0;
   RowFactors& f = s.factors[j];
-  HatCoefficients c;
-  float key_out, head = 1.f, tail = 1.f, query, unit = 1.f;
-  if (thread == 0) scalars.whole.long_rows = 0;
-#pragma unroll 1
-  while (true) {
-    query = a.scale;
-    bool may = false;
-    if (normed_queries) {
-      const float square = own_query_square<T>(q, kK / 64, row, lane % 2);
-      query *= rsqrtf(square + 1e-6f);
-      may = may_be_long<T>(square);
-    }
-    pin(kk);  // or nvcc serialises the products (C7511)
-    const float square = own_square(kk, thread);
-    c = {0.f, 0.f, 0.f};
-    if (row < tokens) {
-      const TokenInput token{s.beta[j][row], kDecay ? s.log_decay[j][row] : 0.f};
-      c = hat_coefficients<kDecay>(a, token, square, unit);
-    }
-    key_out = square > 0.f ? rsqrtf(square) : a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
-    if (writes) {
-      f.column_scale[row] = key_out;
-      if constexpr (kScores) f.query_scale[row] = query;
-    }
-    if constexpr (kDecay) {  // inclusive sums over the warp's 16 tokens
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) {
-        const float other = __shfl_up_sync(0xffffffffu, c.log_gate, offset);
-        if (lane >= offset) c.log_gate += other;
-      }
-      const float first = __shfl_sync(0xffffffffu, c.log_gate, 28);
-      if (lane % 4 >= 2) c.log_gate += first;
-      head = expf(c.log_gate);
-      tail = expf(__shfl_sync(0xffffffffu, c.log_gate, 31) - c.log_gate);
-      if (writes) {
-        f.gate[row] = c.log_gate;
-        f.column_tail[row] = key_out * tail;
-        if constexpr (kScores) f.query_head[row] = query * head;
-      }
-      if (lane == 31) f.block_gate[thread / 32] = head;
-    }
-    if (writes) may = may_be_long<T>(square);  // the other of the two has the query
-    if (!sync_threads_or(kPrepareBarrier, kWarpgroup, may)) break;
-    if (!shortens_rows(a)) break;
-    float by = 1.f;
-    if (may) by = shorten_row<T>(writes ? k : q, kK / 64, row);
-    if (!sync_threads_or(kPrepareBarrier, kWarpgroup, by != 1.f)) break;
-    // Then all starts again.
-    by = __shfl_sync(0xffffffffu, by, lane & ~1);
-    if (!a.qk_l2norm && by != 1.f) unit = by;
-    if (thread == 0) scalars.whole.long_rows = 1;
-    multiply_keys<T, kK>(kk, k, k);
-    wait_products<0>();
-    pin(kk);
+  float head = 1.f, tail = 1.f, query = a.scale;
+  if (thread == 0 && !again) scalars.whole.long_rows = 0;
+  bool may = false;
+  if (normed_queries) {
+    const float square = own_query_square<T>(q, kK / 64, row, lane % 2);
+    query *= rsqrtf(square + 1e-6f);
+    may = may_be_long<T>(square);
   }
-  RowScalars rows{};
+  const float square = own_square(kk, thread);
+  HatCoefficients c{};
+  if (row < tokens) {
+    const TokenInput token{s.beta[j][row], kDecay ? s.log_decay[j][row] : 0.f};
+    c = hat_coefficients<kDecay>(a, token, square, again ? s.unit[row] : 1.f);
+  }
+  const float key_out = square > 0.f ? rsqrtf(square) : a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
+  if (writes) {
+    f.column_scale[row] = key_out;
+    if constexpr (kScores) f.query_scale[row] = query;
+  }
+  if constexpr (kDecay) {  // inclusive sums over the warp's 16 tokens
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) {
+      const float other = __shfl_up_sync(0xffffffffu, c.log_gate, offset);
+      if (lane >= offset) c.log_gate += other;
+    }
+    const float first = __shfl_sync(0xffffffffu, c.log_gate, 28);
+    if (lane % 4 >= 2) c.log_gate += first;
+    head = expf(c.log_gate);
+    tail = expf(__shfl_sync(0xffffffffu, c.log_gate, 31) - c.log_gate);
+    if (writes) {
+      f.gate[row] = c.log_gate;
+      f.column_tail[row] = key_out * tail;
+      if constexpr (kScores) f.query_head[row] = query * head;
+    }
+    if (lane == 31) f.block_gate[thread / 32] = head;
+  }
+  if (writes) may = may_be_long<T>(square);  // the other of the two has the query
+  // The shuffle tells nvcc that all agree; else it uses no uniform registers from here on.
+  const int any = __shfl_sync(0xffffffffu, sync_threads_or(kPrepareBarrier, kWarpgroup, may), 0);
+  if (any && !again && shortens_rows(a)) {
+    const float by = may ? shorten_row<T>(writes ? k : q, kK / 64, row) : 1.f;
+    if (writes) s.unit[row] = a.qk_l2norm ? 1.f : by;
+    const bool shortened = sync_threads_or(kPrepareBarrier, kWarpgroup, by != 1.f);
+    if (thread == 0) scalars.whole.long_rows = shortened;
+    return false;
+  }
   share_rows(rows.scale, c.erase, thread);
   float gate = 1.f, before = 1.f, behind = 1.f;
   if constexpr (kDecay) {
@@ -258,12 +254,12 @@ __device__ __forceinline__ RowScalars make_scalars(const ChunkArgs& a, Scratch& 
   }
   if (writes) {
     scalars.erase[row] = c.erase * before;
-    scalars.write[row] = c.write;
-    if constexpr (kScores) scalars.query[row] = query * before;
+    scalars.write[row] = kFolded ? c.ratio : c.write;
+    if constexpr (kScores) query_row[row] = query * before;
     scalars.key_out[row] = key_out * behind;
   }
   if (thread == 0) scalars.whole.gate = gate;
-  return rows;
+  return true;
 }
 
 // L_hat from K K^T, row factor times column factor times D_ti.
@@ -330,15 +326,16 @@ __device__ __forceinline__ void store_lower(LowerTriangle& s, const RowFactors& 
 }
 
 // P_hat transposed from kq = K Q^T: rows are keys, columns those of kColumns / 16 blocks of 16
-// queries from `first` on. What lies below its diagonal is zero already.
-template <typename T, bool kDecay, int kColumns>
+// queries from `first` on. What lies below its diagonal is zero already. kFolded: without factors.
+template <typename T, bool kDecay, int kColumns, bool kFolded = false>
 __device__ __forceinline__ void store_scores(const RowFactors& f, const float (&kq)[kColumns / 2],
                                              unsigned char* scores, int first, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4, t4 = lane % 4 * 2;
   const int offset = tile_offset(row, t4) ^ first << 5;
   if (first + kColumns / 16 <= warp) return;
-  const float scale[2] = {f.column_scale[row], f.column_scale[row + 8]};
+  float scale[2] = {1.f, 1.f};
+  if constexpr (!kFolded) scale[0] = f.column_scale[row], scale[1] = f.column_scale[row + 8];
   const GateFactors gates = kDecay ? GateFactors(f.block_gate) : GateFactors();
   float tail[2] = {}, own[2] = {};
   if constexpr (kDecay) {
@@ -354,7 +351,8 @@ __device__ __forceinline__ void store_scores(const RowFactors& f, const float (&
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int c = 16 * block + 8 * i + t4;
-      query[i] = float_pair(kDecay && !same ? f.query_head : f.query_scale, c);
+      query[i] = make_float2(1.f, 1.f);
+      if (!kFolded) query[i] = float_pair(kDecay && !same ? f.query_head : f.query_scale, c);
       if (kDecay && same) gate[i] = float_pair(f.gate, c);
     }
     const float between = kDecay ? gates.between(warp, block) : 1.f;

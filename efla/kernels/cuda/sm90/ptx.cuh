@@ -230,6 +230,16 @@ __device__ __forceinline__ void pin(float (&d)[kN]) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// True for one thread of a warp, always the same, where all ask. nvcc knows that it is one; copies
+// by thread 0 it makes loops over all threads that might be there, of a dozen instructions.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(elected));
+  return elected != 0;
+}
+// The same of a warpgroup, `thread` being the number in it.
+__device__ __forceinline__ bool elect_one(int thread) { return thread < 32 && elect_one(); }
 // Makes a value's origin unknown to the compiler, so that nothing derived from it moves above here.
 __device__ __forceinline__ void hide(int& x) { asm volatile("" : "+r"(x)); }
 // The same for an index in [0, kLimit): division by powers of two stays a shift.
@@ -262,10 +272,10 @@ __device__ __forceinline__ void wait_products() {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 // A in registers, B described; %4 says whether to add to D.
-#define EFLA_WGMMA_RS(SHAPE, TYPE, LIST, OUT, A0, A1, A2, A3, B, P, TRANSPOSE)                   \
+#define EFLA_WGMMA_RS(SHAPE, TYPE, LIST, OUT, A0, A1, A2, A3, B, P, SIGN, TRANSPOSE)             \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE \
                ".f32." TYPE "." TYPE " {" LIST "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B         \
-               ", p, 1, 1, " TRANSPOSE ";\n}\n"                                                  \
+               ", p, " SIGN ", 1, " TRANSPOSE ";\n}\n"                                           \
                : OUT                                                                             \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                             \
                  "r"(static_cast<int>(accumulate)))
@@ -298,10 +308,22 @@ __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], 
                                         bool accumulate) {
   if constexpr (kIsBfloat16<T>) {
     EFLA_WGMMA_RS("m64n64k16", "bf16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "0");
+                  "%37", "1", "0");
   } else {
     EFLA_WGMMA_RS("m64n64k16", "f16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "0");
+                  "%37", "1", "0");
+  }
+}
+// The same with -A.
+template <typename T>
+__device__ __forceinline__ void subtract_product(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                                                 bool accumulate) {
+  if constexpr (kIsBfloat16<T>) {
+    EFLA_WGMMA_RS("m64n64k16", "bf16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
+                  "%37", "-1", "0");
+  } else {
+    EFLA_WGMMA_RS("m64n64k16", "f16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
+                  "%37", "-1", "0");
   }
 }
 // N = 64, A in registers, B by columns.
@@ -310,10 +332,10 @@ __device__ __forceinline__ void product_columns(float (&d)[32], const uint32_t (
                                                 bool accumulate) {
   if constexpr (kIsBfloat16<T>) {
     EFLA_WGMMA_RS("m64n64k16", "bf16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "1");
+                  "%37", "1", "1");
   } else {
     EFLA_WGMMA_RS("m64n64k16", "f16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "1");
+                  "%37", "1", "1");
   }
 }
 // N = 128, likewise.
@@ -322,10 +344,10 @@ __device__ __forceinline__ void product_columns(float (&d)[64], const uint32_t (
                                                 bool accumulate) {
   if constexpr (kIsBfloat16<T>) {
     EFLA_WGMMA_RS("m64n128k16", "bf16", EFLA_LIST64, EFLA_D64, "%64", "%65", "%66", "%67", "%68",
-                  "%69", "1");
+                  "%69", "1", "1");
   } else {
     EFLA_WGMMA_RS("m64n128k16", "f16", EFLA_LIST64, EFLA_D64, "%64", "%65", "%66", "%67", "%68",
-                  "%69", "1");
+                  "%69", "1", "1");
   }
 }
 // N = 64, A and B by rows.

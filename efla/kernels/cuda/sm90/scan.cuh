@@ -7,8 +7,9 @@
 //   O^T = gate_q (S^T Q^T) + U^T P_hat^T
 //   S^T = Gamma_C S^T + (gate_k U^T) K
 //
-// with the per-token scalars of ScalarRow along the columns. The next chunk's S^T K^T runs while
-// this chunk's output is rounded and stored; o takes v's place in shared memory.
+// with the per-token scalars of ScalarRow along the columns (kFoldedFactors: another order of the
+// same). The next chunk's S^T K^T runs while this chunk's output is rounded and stored; o takes v's
+// place in shared memory.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/scan_prepare.cuh"
@@ -18,6 +19,16 @@ namespace efla::cuda::sm90 {
 // A pair of per-token scalars, of columns 8 j + 2 t and the next.
 __device__ __forceinline__ float2 scalar_pair(const float (&row)[kC], int j) {
   return *reinterpret_cast<const float2*>(&row[8 * j + threadIdx.x % 4 * 2]);
+}
+
+// The columns of an accumulator times what `row` has for their tokens.
+__device__ __forceinline__ void scale_columns(float (&d)[32], const float (&row)[kC]) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const float2 x = scalar_pair(row, n);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) d[4 * n + 2 * h] *= x.x, d[4 * n + 2 * h + 1] *= x.y;
+  }
 }
 
 // The A operand of 16 inner elements from two neighbouring column groups of an accumulator.
@@ -71,33 +82,34 @@ __device__ __forceinline__ void store_state(float (&state)[kK / 2], float* data,
                            [](float& y, float x) { y = x; });
 }
 
-// S^T K^T (or with q in k's place, S^T Q^T) of one warpgroup.
-template <typename T, int kK>
+// d = S^T K^T (or with q in k's place, S^T Q^T) of one warpgroup, or d less that.
+template <typename T, int kK, bool kSubtract = false>
 __device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&state)[kK / 16][4],
                                                const void* k) {
   const uint64_t b = describe_rows(k);
 #pragma unroll
   for (int i = 0; i < kK / 16; ++i) {
-    product<T>(d, state[i], b + i / 4 * (kC * 128 / 16) + i % 4 * 2, i > 0);
+    const uint64_t step = b + i / 4 * (kC * 128 / 16) + i % 4 * 2;
+    if constexpr (kSubtract) {
+      subtract_product<T>(d, state[i], step, true);
+    } else {
+      product<T>(d, state[i], step, i > 0);
+    }
   }
   commit_products();
 }
 
-// R^T [64, kC] packed for the next product, from S^T K^T and the tile v.
+// v^T as floats, from this lane's rows of its tile.
 template <typename T>
-__device__ __forceinline__ void make_r(uint32_t (&packed)[4][4], const float (&r)[32],
-                                       uint32_t tile, const ChunkScalars& scalars, bool values) {
+__device__ __forceinline__ void read_values(float (&d)[32], uint32_t tile) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint32_t v[4] = {};
-    if (values) ldmatrix_x4_transposed(v, tile + i * 16 * 128);
+    uint32_t v[4];
+    ldmatrix_x4_transposed(v, tile + i * 16 * 128);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {  // column group 2 i + j / 2, rows g + 8 (j % 2)
-      const float2 erase = scalar_pair(scalars.erase, 2 * i + j / 2);
-      const float2 write = scalar_pair(scalars.write, 2 * i + j / 2);
+    for (int j = 0; j < 4; ++j) {
       const float2 x = unpack<T>(v[j]);
-      packed[i][j] = pack<T>(write.x * x.x - erase.x * r[8 * i + 2 * j],
-                             write.y * x.y - erase.y * r[8 * i + 2 * j + 1]);
+      d[8 * i + 2 * j] = x.x, d[8 * i + 2 * j + 1] = x.y;
     }
   }
 }
@@ -116,6 +128,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                                      ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kOutput = Shared::kOutput, kKeep = Shared::kKeep;
+  constexpr bool kFolded = kFoldedFactors<T, kDecay, kWalk>, kFoldedErase = kFolded && kErase;
   const ChunkArgs& a = args.common;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
@@ -144,9 +157,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 #pragma unroll
   for (int i = 0; i < kK / 16; ++i) pack_step<T>(packed[i], &state[8 * i]);
 
-  // Rounds o into v's place in buffer i; then sends it off as that of chunk c.
   float r[32], o[32];
-  const auto round_output = [&](int i) {
+  const auto scale_output = [&](int c) { scale_columns(o, s.query[c % Shared::kQueryRows]); };
+  // Rounds o of chunk c into v's place in buffer i; then sends it off.
+  const auto round_output = [&](int c, int i) {
+    if constexpr (kFolded) scale_output(c);
     const uint32_t tile = shared_address(s.v[i][group]) + lane_offset;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -161,12 +176,10 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     const int64_t token = p.begin + int64_t{c} * kC;
     const int tokens = static_cast<int>(min(int64_t{kC}, p.tokens - int64_t{c} * kC));
     if (tokens == kC) {
-      if (thread == 0) {
+      if (elect_one(thread)) {
         store_box(maps.o, s.v[i][group], column, p.hv, static_cast<int>(token),
                   static_cast<int>(p.row));
         commit_stores();
-        wait_stores_read<1>();
-        if (c > 0) s.values_free[i == 0 ? Shared::kValueStages - 1 : i - 1].arrive();
       }
     } else {
       T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +
@@ -180,11 +193,23 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
   };
 
+  // v^T of chunk c, which lies in buffer i; what is behind the sequence is zero.
+  const auto load_values = [&](int c, int i) {
+    read_values<T>(r, shared_address(s.v[i][group]) + lane_offset);
+    const int tokens = static_cast<int>(p.tokens) - c * kC;
+    if (tokens < kC) {
+#pragma unroll
+      for (int n = 0; n < 32; ++n) {
+        if (n / 4 * 8 + lane % 4 * 2 + n % 2 >= tokens) r[n] = 0.f;
+      }
+    }
+  };
+
   // Sends this warpgroup's tiles of chunk c to a workspace, once all have written them.
   const auto keep = [&](void* workspace, int count, int c, const void* tiles) {
     fence_async_proxy();
     sync_threads(2 + group, kWarpgroup);
-    if (thread == 0) {
+    if (elect_one(thread)) {
       const int bytes = count * Shared::kTile;
       store_bytes(static_cast<unsigned char*>(workspace) +
                       (workspace_place(a, p, c) * Shared::kGroups + group) * bytes,
@@ -193,13 +218,18 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
   };
 
-  Ring<Shared::kStages> ring;
-  Ring<Shared::kValueStages> value_ring;
-  Ring<2> triangles;
-  int previous = 0;  // buffer of v of the chunk before
+  if (kFoldedErase && chunks > 0) {
+    s.values_full[0].wait(0);
+    load_values(0, 0);
+  }
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
-    const int i = ring.index, j = triangles.index, vi = kKeep ? value_ring.index : i;
+    static_assert(!kOutput || Shared::kQueryStages == Shared::kValueStages);
+    const auto ring = ring_of<Shared::kKeyStages>(c);
+    const auto triangles = ring_of<2>(c);
+    const auto value_ring = ring_of<Shared::kValueStages>(c);
+    const int i = ring.index, vi = value_ring.index, qi = vi, j = triangles.index;
+    const int previous = vi == 0 ? Shared::kValueStages - 1 : vi - 1;  // v's of the chunk before
     const ChunkScalars& scalars = s.scalars[i];
     s.ready[j].wait(triangles.round);
     if (!kOutput && args.prepared) {  // else prepare() has waited and shortened rows
@@ -208,8 +238,21 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
         shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[i]);
       }
     }
+    if constexpr (kFoldedErase) {
+      if (a.qk_l2norm || __shfl_sync(0xffffffffu, scalars.whole.long_rows, 0)) {  // else w = e
+        scale_columns(r, scalars.write);
+      }
+      pin(r);
+    }
     fence_products();
-    multiply_state<T, kK>(r, packed, s.k[i]);
+    multiply_state<T, kK, kFoldedErase>(r, packed, s.k[i]);
+    float written[32] = {};  // w v^T, made while the product runs where there are registers for it
+    const auto write_values = [&] {
+      if (!values) return;
+      s.values_full[vi].wait(value_ring.round);
+      read_values<T>(written, shared_address(s.v[vi][group]) + lane_offset);
+      scale_columns(written, scalars.write);
+    };
     if constexpr (kKeep) {  // the state while the product runs
 #pragma unroll
       for (int n = 0; n < kK / 16; ++n) {
@@ -219,17 +262,26 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
       keep(a.states, kK / 64, c, s.kept[group][0]);
     }
+    if constexpr (!kOutput) write_values();
     if constexpr (kOutput) {
-      if (c > 0) round_output(previous);  // while the product runs
+      if (c > 0) round_output(c - 1, previous);  // while the product runs
       fence_products();
-      multiply_state<T, kK>(o, packed, s.q[i]);
+      multiply_state<T, kK>(o, packed, s.q[qi]);
       if (c > 0) send_output(c - 1, previous);
     }
     wait_products<0>();
     pin(r);
-    if (values) s.values_full[vi].wait(kKeep ? value_ring.round : ring.round);
+    if constexpr (kOutput && !kFoldedErase) write_values();
+    scale_columns(r, scalars.erase);
     uint32_t u[4][4];
-    make_r<T>(u, r, shared_address(s.v[vi][group]) + lane_offset, scalars, values);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if constexpr (!kFoldedErase) {
+#pragma unroll
+        for (int m = 8 * n; m < 8 * n + 8; ++m) r[m] = written[m] - r[m];
+      }
+      pack_step<T>(u[n], &r[8 * n]);
+    }
     if constexpr (kErase) {
       fence_products();
       const uint64_t b = describe_rows(s.inverse[j]);
@@ -245,12 +297,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
     if constexpr (kOutput) {
       pin(o);
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const float2 query = scalar_pair(scalars.query, n);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) o[4 * n + 2 * h] *= query.x, o[4 * n + 2 * h + 1] *= query.y;
-      }
+      arrive_warp(s.queries_free[qi]);
+      if constexpr (!kFolded) scale_output(c);
     }
     if constexpr (kDecay) {
       const float gate = scalars.whole.gate;
@@ -268,7 +316,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float x = r[4 * n + 2 * h], y = r[4 * n + 2 * h + 1];
-        u[n / 2][n % 2 * 2 + h] = pack<T>(x, y);
+        if constexpr (!kFolded) u[n / 2][n % 2 * 2 + h] = pack<T>(x, y);
         key_u[n / 2][n % 2 * 2 + h] = pack<T>(x * out.x, y * out.y);
       }
     }
@@ -282,8 +330,18 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     if constexpr (kOutput) {
       const uint64_t b = describe_columns(s.scores[j], kC * 128);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) product_columns<T>(o, u[n], b + 128 * n, true);
+      for (int n = 0; n < 4; ++n) {
+        product_columns<T>(o, kFolded ? key_u[n] : u[n], b + 128 * n, true);
+      }
       commit_products();
+      if constexpr (kFoldedErase) {  // the next chunk's v while the products run
+        if (c + 1 < chunks) {
+          Ring<Shared::kValueStages> next = value_ring;
+          next.advance();
+          s.values_full[next.index].wait(next.round);
+          load_values(c + 1, next.index);
+        }
+      }
       wait_products<1>();
     } else if constexpr (kKeep) {  // U, without decay over |k|, while the product runs
 #pragma unroll
@@ -291,7 +349,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
         stmatrix_x4_transposed(shared_address(s.v[vi][group]) + lane_offset + n * 16 * 128,
                                kDecay ? u[n] : key_u[n]);
       }
-      if (thread == 0) wait_stores_read<0>();  // the state has left: all know behind the barrier
+      // The state has left: all know behind the barrier.
+      if (elect_one(thread)) wait_stores_read<0>();
       keep(a.u, 1, c, s.v[vi][group]);
       wait_products<0>();
     } else {
@@ -308,27 +367,26 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       s.triangles_free[j].arrive();
       if (!Shared::kScores && values) s.values_free[vi].arrive();
     }
-    if (kKeep && thread == 0) {
-      wait_stores_read<0>();
-      s.values_free[vi].arrive();
+    if (kKeep || (kOutput && c > 0)) {
+      if (elect_one(thread)) {
+        wait_stores_read<0>();
+        s.values_free[kKeep ? vi : previous].arrive();
+      }
     }
-    previous = i;
-    ring.advance();
-    if constexpr (kKeep) value_ring.advance();
-    triangles.advance();
   }
   if constexpr (kOutput) {
     if (chunks > 0) {
-      round_output(previous);
-      send_output(chunks - 1, previous);
+      const int i = ring_of<Shared::kValueStages>(chunks - 1).index;
+      round_output(chunks - 1, i);
+      send_output(chunks - 1, i);
     }
-    if (thread == 0) wait_stores<0>();
+    if (elect_one(thread)) wait_stores<0>();
     if (a.final_state && p.last) {
       float* to = a.final_state + (p.sequence * a.value_heads + p.hv) * a.key_dim * a.value_dim;
       store_state<kK>(state, to, a.key_dim, a.value_dim, column);
     }
   } else if constexpr (kKeep) {
-    if (thread == 0) wait_stores<0>();
+    if (elect_one(thread)) wait_stores<0>();
   } else {
     float* to = (values ? args.part_results : args.transitions) +
                 (p.part * a.value_heads + p.hv) * kK * a.columns;
@@ -355,7 +413,11 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   constexpr int kGroups = kV / 64;
   constexpr bool kWide = kGroups == 2;
   // Registers of the warpgroup that prepares; wide, it shares 128 with the one that inverts.
-  constexpr int kPrepare = !kWide ? 152 : !kErase ? 96 : kWalk == Walk::kKeep ? 72 : 64;
+  constexpr int kPrepare = !kWide ? 152
+                                  : (!kErase                ? 96
+                                     : kWalk == Walk::kKeep ? 72
+                                                            : 64) +
+                                        (kDecay ? 8 : 0);
   init_barriers<kPreparedHalves<kErase, kDecay, kWalk>>(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const int group = threadIdx.x / kWarpgroup;

@@ -28,17 +28,18 @@ __device__ __forceinline__ void clear_values(Shared& s, int c, int tokens, int t
   clear_rows<Shared::kGroups>(s.v[c % kStages], tokens, thread);
 }
 
-// Halves [first, last) of P_hat, 32 columns each, of the chunk in buffers i of k and q and j.
-template <typename T, int kK, bool kDecay, typename Shared>
-__device__ __forceinline__ void make_scores(Shared& s, int i, int j, int first, int last,
+// Halves [first, last) of P_hat, 32 columns each, of the chunk in buffers k, q and j.
+template <typename T, int kK, bool kDecay, bool kFolded, typename Shared>
+__device__ __forceinline__ void make_scores(Shared& s, const unsigned char* k,
+                                            const unsigned char* q, int j, int first, int last,
                                             int thread) {
 #pragma unroll 1
   for (int h = first; h < last; ++h) {
     float kq[16];
-    multiply_keys<T, kK, 32>(kq, s.k[i][0], s.q[i][0] + h * 32 * 128);
+    multiply_keys<T, kK, 32>(kq, k, q + h * 32 * 128);
     wait_products<0>();
     pin(kq);
-    store_scores<T, kDecay, 32>(s.scratch.factors[j], kq, s.scores[j], 2 * h, thread);
+    store_scores<T, kDecay, 32, kFolded>(s.scratch.factors[j], kq, s.scores[j], 2 * h, thread);
   }
   fence_async_proxy();
 }
@@ -50,45 +51,58 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
                                         const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
+  constexpr bool kFolded = kFoldedFactors<T, kDecay, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
   zero_tiles(s.scores, thread);  // below the diagonal they stay zero
-  Ring<Shared::kStages> ring;
-  Ring<2> out;
-  const int row = static_cast<int>(p.row), hv = p.hv;
-  int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
-  int chunk = 0;
-  read_token<kDecay>(a, s.scratch, 0, row, token + thread, hv, thread, thread < left);
+  const int row = static_cast<int>(p.row), hv = p.hv, begin = static_cast<int>(p.begin);
+  const int end = chunks_of(p) > 0 ? static_cast<int>(p.begin + p.tokens) : begin;
+  read_token<kDecay>(a, s.scratch, 0, row, begin + thread, hv, thread, begin + thread < end);
 #pragma unroll 1
-  while (left > 0) {
+  for (int token = begin; token < end; token += kC) {
     // Or the addresses of all that follows are kept across chunks, and spill.
     hide_index<kWarpgroup>(thread);
-    const int i = ring.index, j = out.index;
-    const int tokens = min(kC, left);
-    left -= kC;
-    token += kC;
-    unsigned char *k = s.k[i][0], *q = s.q[i][0];
+    const int chunk = (token - begin) / kC, tokens = min(kC, end - token);
+    const auto ring = ring_of<Shared::kKeyStages>(chunk);
+    const auto query_ring = ring_of<Shared::kQueryStages>(chunk);
+    const auto out = ring_of<2>(chunk);
+    const int i = ring.index, qi = query_ring.index, j = out.index;
     wait_copies<0>();
     s.keys_full[i].wait(ring.round);
+    if (tokens < kC || a.qk_l2norm) s.queries_full[qi].wait(query_ring.round);
     if (tokens < kC) {
       clear_rows<kK / 64>(s.k[i], tokens, thread);
-      clear_rows<kK / 64>(s.q[i], tokens, thread);
+      clear_rows<kK / 64>(s.q[qi], tokens, thread);
       if (!kErase) {  // else he who says that A_hat is ready does it
         s.triangles_free[j].wait(out.round ^ 1);
         clear_values(s, chunk, tokens, thread);
       }
       fence_async_proxy();
     }
-    if (Shared::kKeep && thread == 0) wait_stores_read<1>();  // the buffers of two chunks ago
+    // The buffers of two chunks ago. (elect_one() would cost registers that are not there.)
+    if (Shared::kKeep && thread == 0) wait_stores_read<1>();
     sync_prepare();
     float kk[32];
-    multiply_keys<T, kK>(kk, k, k);
-    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
+    multiply_keys<T, kK>(kk, s.k[i][0], s.k[i][0]);
+    const int next = token + kC + thread;
+    read_token<kDecay>(a, s.scratch, j ^ 1, row, next, hv, thread, next < end);
     wait_products<0>();
     pin(kk);
     if constexpr (kErase) s.lower_free[j].wait(out.round ^ 1);
-    const RowScalars rows = make_scalars<T, kK, kDecay, true>(a, s.scratch, kk, k, q, s.scalars[i],
-                                                              j, tokens, a.qk_l2norm, thread);
+    RowScalars rows{};
+    auto& query_row = Shared::kOutput ? s.query[chunk % Shared::kQueryRows] : s.scalars[i].query;
+    for (bool again = false;; again = true) {
+      pin(kk);  // or nvcc serialises the products (C7511)
+      if (make_scalars < T, kK, kDecay, true,
+          kFolded && kErase > (rows, a, s.scratch, kk, s.k[i][0], s.q[qi][0], s.scalars[i],
+                               query_row, j, tokens, a.qk_l2norm, again, thread)) {
+        break;
+      }
+      sync_prepare();
+      multiply_keys<T, kK>(kk, s.k[i][0], s.k[i][0]);
+      wait_products<0>();
+    }
     if constexpr (kErase) {
+      hide_index<kWarpgroup>(thread);
       store_lower<kDecay>(s.scratch.lower[j], s.scratch.factors[j], rows, kk, thread);
       s.lower_full[j].arrive();
     }
@@ -97,7 +111,11 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
       s.triangles_free[j].wait(out.round ^ 1);
     }
     if constexpr (!kErase) s.ready[j].arrive();
-    make_scores<T, kK, kDecay>(s, i, j, 0, kHalves, thread);
+    if constexpr (kHalves > 0) {
+      s.queries_full[qi].wait(query_ring.round);
+      make_scores<T, kK, kDecay, kFolded>(s, s.k[i][0], s.q[qi][0], j, 0, kHalves, thread);
+      arrive_warp(s.queries_free[qi]);
+    }
     arrive_warp(s.keys_free[i]);
     if constexpr (Shared::kKeep) {
       sync_prepare();
@@ -111,75 +129,96 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     } else if constexpr (kHalves > 0) {
       arrive_warp(s.scores_ready[j]);
     }
-    ++chunk;
-    ring.advance();
-    out.advance();
   }
   if (Shared::kKeep && thread == 0) wait_stores<0>();
 }
 
-// The warpgroup that feeds, k and q from its first warp and v from its second, and inverts what
-// prepare() leaves, if it does; then it makes the rest of P_hat.
+// The warpgroup that feeds k, v and q, by a warp each, and inverts what prepare() leaves, if it
+// does; then it makes the rest of P_hat.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const ScanArgs& args,
                                                 ScanShared<kK, kV, kWalk>& s, const Place& p,
                                                 bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
+  constexpr bool kFolded = kFoldedFactors<T, kDecay, kWalk>;
   const ChunkArgs& a = args.common;
   int thread = threadIdx.x % kWarpgroup;
   const int chunks = chunks_of(p);
-  const bool feeds_keys = thread == 0, feeds_values = thread == 32 && values;
-  KeyFeeder<kK, Shared> keys(maps, s, p, Shared::kScores && !args.prepared);
-  ValueFeeder<kK, kV, kWalk> v(maps, s, p);
-  if (!Shared::kScores || args.prepared || !kErase) {
-    while (feeds_keys && keys.left > 0) keys.feed();
-    while (feeds_values && v.left > 0) v.feed();
-    return;
+  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+  const Feeder<Shared> feeder{maps, s, p};
+  const bool prepared = kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared);
+  const bool inverts = kErase && !prepared;
+  // All chunks, or as many as there are buffers.
+  const auto count = [&](int buffers) { return inverts ? min(buffers, chunks) : chunks; };
+#pragma unroll 1
+  for (int c = 0; warp == 0 && c < count(Shared::kKeyStages); ++c) feeder.keys(c);
+#pragma unroll 1
+  for (int c = 0; warp == 1 && values && c < count(Shared::kValueStages); ++c) feeder.values(c);
+#pragma unroll 1
+  for (int c = 0; warp == 2 && !prepared && c < count(Shared::kQueryStages); ++c) {
+    feeder.queries(c);
   }
   if constexpr (Shared::kScores && kErase) {
-    for (int i = 0; i < Shared::kStages && feeds_keys; ++i) keys.feed();
-    for (int i = 0; i < Shared::kValueStages && feeds_values; ++i) v.feed();
+    if (!inverts) return;
     __syncwarp();
     zero_tiles(s.scratch.inverse, thread);  // above the diagonal they stay zero
     zero_tiles(s.inverse, thread);
-    Ring<Shared::kStages> ring;
-    Ring<2> triangles;
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
       hide_index<kWarpgroup>(thread);
-      const int i = ring.index, j = triangles.index;
-      if (c > 1 && feeds_keys) keys.feed();
-      if (c >= Shared::kValueStages && feeds_values) v.feed();
+      const auto query_ring = ring_of<Shared::kQueryStages>(c);
+      const auto triangles = ring_of<2>(c);
+      const int i = ring_of<Shared::kKeyStages>(c).index, qi = query_ring.index;
+      const int j = triangles.index;
+      // All wait for the walk of chunk c - 2: then o of c - 3 has left v's place, too.
+      if (c > 1) {
+        const int key = c - 2 + Shared::kKeyStages, query = c - 2 + Shared::kQueryStages;
+        if (warp == 0 && key < chunks) feeder.keys(key);
+        if (warp == 2 && query < chunks) feeder.queries(query);
+        if (warp == 1 && c >= Shared::kValueStages) feeder.values(c);
+      }
       __syncwarp();
       s.triangles_free[j].wait(triangles.round ^ 1);
       s.lower_full[j].wait(triangles.round);
       sync_invert();  // the chunk before is done in all warps
+      float kq[16];
+      if constexpr (kHalves < 2) s.queries_full[qi].wait(query_ring.round);
+      if constexpr (kHalves == 1) multiply_keys<T, kK, 32>(kq, s.k[i][0], s.q[qi][0] + 32 * 128);
       invert<T>(s.scratch.lower[j], s.scratch.inverse, s.inverse[j], thread, [] {});
       const int tokens = static_cast<int>(p.tokens) - c * kC;
-      if (tokens < kC) clear_values(s, c, tokens, thread);
+      if (!kFolded && tokens < kC) clear_values(s, c, tokens, thread);
       fence_async_proxy();
       s.ready[j].arrive();
-      if constexpr (kHalves < 2) {
-        make_scores<T, kK, kDecay>(s, i, j, kHalves, 2, thread);
+      if constexpr (kHalves == 1) {
+        wait_products<0>();
+        pin(kq);
+        store_scores<T, kDecay, 32, kFolded>(s.scratch.factors[j], kq, s.scores[j], 2, thread);
+        fence_async_proxy();
         arrive_warp(s.scores_ready[j]);
         arrive_warp(s.keys_free[i]);
+        arrive_warp(s.queries_free[qi]);
+      }
+      if constexpr (kHalves == 0) {
+        make_scores<T, kK, kDecay, kFolded>(s, s.k[i][0], s.q[qi][0], j, kHalves, 2, thread);
+        arrive_warp(s.scores_ready[j]);
+        arrive_warp(s.keys_free[i]);
+        arrive_warp(s.queries_free[qi]);
       }
       s.lower_free[j].arrive();  // and the factors; each thread, so that racecheck can follow
       if constexpr (Shared::kKeep) {
-        if (thread == 0) wait_stores_read<0>();  // that of the chunk before, whose buffer is next
+        // That of the chunk before, whose buffer is next.
+        if (elect_one(thread)) wait_stores_read<0>();
         sync_invert();
-        if (thread == 0) {
+        if (elect_one(thread)) {
           store_bytes(
               static_cast<unsigned char*>(a.inverse) + workspace_place(a, p, c) * Shared::kTile,
               s.inverse[j], Shared::kTile);
           commit_stores();
         }
       }
-      ring.advance();
-      triangles.advance();
     }
-    if (Shared::kKeep && thread == 0) wait_stores<0>();
+    if (Shared::kKeep && elect_one(thread)) wait_stores<0>();
   }
 }
 
@@ -200,20 +239,20 @@ __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK,
       load_bytes(s.inverse[c % 2], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile,
                  full);
     }
-    load_bytes(&s.scalars[c % Shared::kStages], a.scalars + place * kScalarRows * kC,
+    load_bytes(&s.scalars[c % Shared::kKeyStages], a.scalars + place * kScalarRows * kC,
                sizeof(ChunkScalars), full);
   };
   const int whole = chunks > 0 ? static_cast<int>(p.tokens / kC) : 0;
-  if (thread == 0) {
+  if (elect_one(thread)) {
     for (int c = 0; c < whole; ++c) wait(c), load(c);
   }
   if (whole == chunks) return;
   // A part of a chunk comes last. Until one thread is there nobody else may look at a barrier,
   // whose parity could be that of another round.
-  if (thread == 0) wait(whole);
+  if (elect_one(thread)) wait(whole);
   sync_prepare();
-  const int i = whole % Shared::kStages, tokens = static_cast<int>(p.tokens % kC);
-  s.keys_full[i].wait(whole / Shared::kStages & 1);
+  const int i = whole % Shared::kKeyStages, tokens = static_cast<int>(p.tokens % kC);
+  s.keys_full[i].wait(whole / Shared::kKeyStages & 1);
   clear_rows<kK / 64>(s.k[i], tokens, thread);
   if (values) {
     const int n = whole % Shared::kValueStages;
@@ -222,7 +261,7 @@ __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK,
   }
   fence_async_proxy();
   sync_prepare();
-  if (thread == 0) load(whole);
+  if (elect_one(thread)) load(whole);
 }
 
 inline constexpr int kPrepareThreads = kWarpgroup + 32;
@@ -235,7 +274,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
   zero_tiles(s.scratch.inverse, thread);
   zero_tiles(s.inverse, thread);
   zero_tiles(s.scores, thread);
-  Ring<PrepareShared<kK>::kStages> ring;
+  Ring<PrepareShared<kK>::kKeyStages> ring;
   const int row = static_cast<int>(p.row), hv = p.hv;
   int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
   int chunk = 0;
@@ -245,6 +284,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
   const auto start = [&](int tokens) {
     unsigned char* k = s.k[ring.index][0];
     s.keys_full[ring.index].wait(ring.round);
+    if (a.scores) s.queries_full[ring.index].wait(ring.round);
     if (tokens < kC) {
       clear_rows<kK / 64>(s.k[ring.index], tokens, thread);
       clear_rows<kK / 64>(s.q[ring.index], tokens, thread);
@@ -267,10 +307,20 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
     const int tokens = min(kC, left);
     left -= kC;
     token += kC;
-    if (thread == 0) wait_stores_read<0>();  // all know behind make_scalars' barrier
+    if (elect_one(thread)) wait_stores_read<0>();  // all know behind make_scalars' barrier
     unsigned char *k = s.k[i][0], *q = s.q[i][0];
-    const RowScalars rows = make_scalars<T, kK, kDecay, true>(
-        a, s.scratch, kk, k, q, s.scalars, j, tokens, a.qk_l2norm && a.scores, thread);
+    RowScalars rows{};
+    for (bool again = false;; again = true) {
+      pin(kk);  // or nvcc serialises the products (C7511)
+      if (make_scalars<T, kK, kDecay, true, false>(rows, a, s.scratch, kk, k, q, s.scalars,
+                                                   s.scalars.query, j, tokens,
+                                                   a.qk_l2norm && a.scores, again, thread)) {
+        break;
+      }
+      sync_prepare();
+      multiply_keys<T, kK>(kk, k, k);
+      wait_products<0>();
+    }
     // For the warps with the least of L_hat.
     read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
     if constexpr (kErase) {
@@ -284,6 +334,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
       store_scores<T, kDecay, kC>(s.scratch.factors[j], kq, s.scores, 0, thread);
     }
     arrive_warp(s.keys_free[i]);
+    if (a.scores) arrive_warp(s.queries_free[i]);
     ring.advance();
     wait_copies<0>();  // the next chunk's tokens are there behind the barrier
     sync_prepare();
@@ -298,7 +349,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
     }
     fence_async_proxy();
     sync_prepare();
-    if (thread == 0) {
+    if (elect_one(thread)) {
       constexpr int kTile = PrepareShared<kK>::kTile;
       const int64_t place = workspace_place(a, p, chunk);
       if (kErase) {
@@ -314,7 +365,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
     wait_products<0>();  // the compiler keeps no products in flight across iterations
     pin(kk);
   }
-  if (thread == 0) wait_stores<0>();
+  if (elect_one(thread)) wait_stores<0>();
 }
 
 // Prepares chunks for walks that follow: what they need twice or more is then made once, and not in
@@ -327,7 +378,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<PrepareShared<kK>*>(shared_bytes);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < s.kStages; ++i) s.keys_full[i].init(1), s.keys_free[i].init(4);
+    for (int i = 0; i < s.kKeyStages; ++i) {
+      s.keys_full[i].init(1), s.keys_free[i].init(4);
+      s.queries_full[i].init(1), s.queries_free[i].init(4);
+    }
     fence_barrier_init();
   }
   __syncthreads();
@@ -339,9 +393,12 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   if (!a.scores && p.begin - first >= (tokens - 1) / part_tokens * part_tokens) return;
   if (threadIdx.x < kWarpgroup) {
     prepare_all<T, kK, kErase, kDecay>(args.common, s, p);
-  } else if (threadIdx.x == kWarpgroup) {
-    KeyFeeder<kK, PrepareShared<kK>> keys(maps, s, p, a.scores != nullptr);
-    while (keys.left > 0) keys.feed();
+  } else {
+    const Feeder<PrepareShared<kK>> feeder{maps, s, p};
+    for (int c = 0; c < chunks_of(p); ++c) {
+      feeder.keys(c);
+      if (a.scores) feeder.queries(c);
+    }
   }
 }
 

@@ -16,37 +16,41 @@ template <int kK, int kV, Walk kWalk>
 struct ScanShared {
   static constexpr int kGroups = kV / 64;
   static constexpr int kTile = kC * 128;
-  static constexpr int kStages = 3;
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
   static constexpr bool kScores = kOutput || kKeep;
-  static constexpr int kValueStages = kKeep ? 2 : 3;
+  // Buffers. Chunks are prepared from k up to three ahead; q is wanted later, and done with sooner.
+  static constexpr int kKeyStages = kOutput ? 4 : 3, kQueryStages = 3, kValueStages = kKeep ? 2 : 3;
+  static constexpr int kQueryRows = 8;  // o takes its factors a chunk later
 
-  unsigned char k[kStages][kK / 64][kTile];
-  unsigned char q[kScores ? kStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
+  unsigned char k[kKeyStages][kK / 64][kTile];
+  unsigned char q[kScores ? kQueryStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
   unsigned char v[kValueStages][kGroups][kTile];  // later o or U
   unsigned char kept[kKeep ? kGroups : 1][kKeep ? kK / 64 : 1][kKeep ? kTile : 1024];  // S^T
   unsigned char inverse[2][kTile];
   unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
   PrepareScratch<2> scratch;
-  ChunkScalars scalars[kStages];
-  Barrier keys_full[kStages], keys_free[kStages];                // k and q; scalars
-  Barrier values_full[kValueStages], values_free[kValueStages];  // v
-  Barrier lower_full[2], lower_free[2];                          // L_hat
-  Barrier ready[2], scores_ready[2], triangles_free[2];          // inverse and scalars, scores
+  ChunkScalars scalars[kKeyStages];
+  float query[kOutput ? kQueryRows : 1][kC];             // in their place of those in `scalars`
+  Barrier keys_full[kKeyStages], keys_free[kKeyStages];  // k; scalars
+  Barrier queries_full[kQueryStages], queries_free[kQueryStages];  // q
+  Barrier values_full[kValueStages], values_free[kValueStages];    // v
+  Barrier lower_full[2], lower_free[2];                            // L_hat
+  Barrier ready[2], scores_ready[2], triangles_free[2];            // inverse and scalars, scores
 };
 
 // Of prepare_kernel, in which one warpgroup prepares and inverts chunks for several walks.
 template <int kK>
 struct PrepareShared {
   static constexpr int kTile = kC * 128;
-  static constexpr int kStages = 2;
+  static constexpr int kKeyStages = 2, kQueryStages = 2;
   static constexpr bool kScores = true;
 
-  unsigned char k[kStages][kK / 64][kTile], q[kStages][kK / 64][kTile];
+  unsigned char k[kKeyStages][kK / 64][kTile], q[kQueryStages][kK / 64][kTile];
   unsigned char inverse[kTile], scores[kTile];
   PrepareScratch<1> scratch;
   ChunkScalars scalars;
-  Barrier keys_full[kStages], keys_free[kStages];
+  Barrier keys_full[kKeyStages], keys_free[kKeyStages];
+  Barrier queries_full[kQueryStages], queries_free[kQueryStages];
 };
 
 // Lane 0 of a warp arrives for all its lanes.
@@ -65,19 +69,40 @@ struct Ring {
   }
 };
 
+// A chunk's place in such a ring, for those who have no register for one.
+template <int kSize>
+__device__ __forceinline__ Ring<kSize> ring_of(int chunk) {
+  const uint32_t n = chunk;
+  return {static_cast<int>(n % kSize), n / kSize & 1};
+}
+
 // Of P_hat's two halves of 32 columns, how many the warpgroup makes that prepares chunks; the one
 // that inverts makes the others.
 template <bool kErase, bool kDecay, Walk kWalk>
 inline constexpr int kPreparedHalves = kErase&& kWalk == Walk::kOutput ? (kDecay ? 0 : 1) : 2;
 
+// Whether factors of tokens are taken out of the products. Without decay all are of rows or
+// columns:
+//   U^T = e (v^T w / e - S^T K^T) A_hat^T k_hat / k        O^T = (S^T Q^T + U^T tril(Q K^T)^T) q
+// with U as S takes it: P_hat's tile holds tril(Q K^T)^T, `write` w / e, and what subtracts S^T K^T
+// starts from v. Half could overflow.
+template <typename T, bool kDecay, Walk kWalk>
+inline constexpr bool kFoldedFactors = kIsBfloat16<T> && !kDecay && kWalk == Walk::kOutput;
+
 template <int kHalves, typename Shared>
 __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   if (threadIdx.x == 0) {
-    const int walkers = 4 * Shared::kGroups;  // warps
+    constexpr int kMakers = 4 * ((kHalves > 0) + (kHalves < 2));  // warps that make P_hat
+    const int walkers = 4 * Shared::kGroups;                      // warps
+    // Warps beside the walk's that read k.
     const int makers = Shared::kScores && !prepared ? 4 * (kHalves < 2 ? 2 : 1) : 0;
-    for (int i = 0; i < Shared::kStages; ++i) {
+    for (int i = 0; i < Shared::kKeyStages; ++i) {
       s.keys_full[i].init(1);
       s.keys_free[i].init(walkers + makers);
+    }
+    for (int i = 0; i < Shared::kQueryStages; ++i) {
+      s.queries_full[i].init(1);
+      s.queries_free[i].init((Shared::kOutput ? walkers : 0) + kMakers);
     }
     for (int i = 0; i < Shared::kValueStages; ++i) {
       s.values_full[i].init(1);
@@ -87,7 +112,7 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
       s.lower_full[i].init(kWarpgroup);
       s.lower_free[i].init(kWarpgroup);
       s.ready[i].init(prepared ? 1 : kWarpgroup);
-      s.scores_ready[i].init((kHalves > 0) * 4 + (kHalves < 2) * 4);
+      s.scores_ready[i].init(kMakers);
       s.triangles_free[i].init(walkers);
     }
     fence_barrier_init();
@@ -95,70 +120,49 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   __syncthreads();
 }
 
-// Of the thread that feeds k and, where they are wanted, queries.
-template <int kK, typename Shared>
-struct KeyFeeder {
-  const ScanMaps& maps;
-  Shared& s;
-  int token, hk, row, left;  // left: chunks
-  bool queries;
-  Ring<Shared::kStages> ring = {};
-
-  __device__ __forceinline__ KeyFeeder(const ScanMaps& maps, Shared& s, const Place& p,
-                                       bool queries)
-      : maps(maps),
-        s(s),
-        token(static_cast<int>(p.begin)),
-        hk(p.hk),
-        row(static_cast<int>(p.row)),
-        left(chunks_of(p)),
-        queries(queries) {}
-
-  // The next chunk, if there is one, once there is room for it.
-  __device__ __forceinline__ void feed() {
-    if (--left < 0) return;
-    const int i = ring.index;
-    s.keys_free[i].wait(ring.round ^ 1);
-    s.keys_full[i].arrive_expecting((queries ? 2 : 1) * kK * kC * 2);
-    for (int j = 0; j < kK / 64; ++j) {
-      load_box(s.k[i][j], maps.k, s.keys_full[i], 64 * j, hk, token, row);
-      if (Shared::kScores && queries) {
-        load_box(s.q[i][j], maps.q, s.keys_full[i], 64 * j, hk, token, row);
-      }
-    }
-    token += kC;
-    ring.advance();
+// Brings a chunk's tiles [kC, 64 kTiles] of one head into a buffer whose round that is, once it is
+// free. A whole warp calls it.
+template <int kTiles>
+__device__ __forceinline__ void feed(const CUtensorMap& map,
+                                     unsigned char (&tiles)[kTiles][kC * 128], Barrier& full,
+                                     Barrier& free, uint32_t round, int column, int head, int token,
+                                     int row) {
+  if (!elect_one()) return;
+  free.wait(round ^ 1);
+  full.arrive_expecting(sizeof(tiles));
+  for (int j = 0; j < kTiles; ++j) {
+    load_box(tiles[j], map, full, column + 64 * j, head, token, row);
   }
-};
+}
 
-// Of the thread that feeds v: another, for v's buffers are free later than those of k and q.
-template <int kK, int kV, Walk kWalk>
-struct ValueFeeder {
-  using Shared = ScanShared<kK, kV, kWalk>;
+// The same for what a chunk needs.
+template <typename Shared>
+struct Feeder {
   const ScanMaps& maps;
   Shared& s;
-  int token, hv, row, column0, left;
-  Ring<Shared::kValueStages> ring = {};
+  const Place& p;
 
-  __device__ __forceinline__ ValueFeeder(const ScanMaps& maps, Shared& s, const Place& p)
-      : maps(maps),
-        s(s),
-        token(static_cast<int>(p.begin)),
-        hv(p.hv),
-        row(static_cast<int>(p.row)),
-        column0(p.column0),
-        left(chunks_of(p)) {}
-
-  __device__ __forceinline__ void feed() {
-    if (--left < 0) return;
-    const int i = ring.index;
-    s.values_free[i].wait(ring.round ^ 1);
-    s.values_full[i].arrive_expecting(kV * kC * 2);
-    for (int j = 0; j < kV / 64; ++j) {
-      load_box(s.v[i][j], maps.v, s.values_full[i], column0 + 64 * j, hv, token, row);
+  __device__ __forceinline__ int token(int chunk) const {
+    return static_cast<int>(p.begin) + chunk * kC;
+  }
+  __device__ __forceinline__ void keys(int chunk) const {
+    const auto [i, round] = ring_of<Shared::kKeyStages>(chunk);
+    feed(maps.k, s.k[i], s.keys_full[i], s.keys_free[i], round, 0, p.hk, token(chunk),
+         static_cast<int>(p.row));
+  }
+  __device__ __forceinline__ void queries(int chunk) const {
+    const auto [i, round] = ring_of<Shared::kQueryStages>(chunk);
+    if constexpr (Shared::kScores) {
+      feed(maps.q, s.q[i], s.queries_full[i], s.queries_free[i], round, 0, p.hk, token(chunk),
+           static_cast<int>(p.row));
     }
-    token += kC;
-    ring.advance();
+  }
+  __device__ __forceinline__ void values(int chunk) const {
+    const auto [i, round] = ring_of<Shared::kValueStages>(chunk);
+    int column = p.column0;
+    hide(column);  // or the second one's column is kept, in a register too many
+    feed(maps.v, s.v[i], s.values_full[i], s.values_free[i], round, column, p.hv, token(chunk),
+         static_cast<int>(p.row));
   }
 };
 

@@ -29,6 +29,12 @@ __device__ __forceinline__ void clear_slack(Shared& s, int tokens) {
   s.cleared.arrive();
 }
 
+template <int kN>
+__device__ __forceinline__ void scale_state(float (&state)[kN], float factor) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) state[n] *= factor;
+}
+
 // dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, 16 rows at a time.
 template <typename T, bool kPadded>
 struct ValueGradients {
@@ -84,7 +90,11 @@ struct ValueGradients {
   }
 };
 
-template <typename T, bool kPadded, bool kErase, bool kDecay, int kDim, bool kAdvance>
+// With kOverScale the registers hold dS^T over the scale. Then gate_q dO, where it is the scale
+// times dO, need not be rounded once more: where keys repeat, that is most of the error of the
+// initial state's gradient.
+template <typename T, bool kPadded, bool kErase, bool kDecay, bool kOverScale, int kDim,
+          bool kAdvance>
 __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<kDim, kAdvance>& s,
                                           const Place& p) {
   using Shared = BackwardShared<kDim, kAdvance>;
@@ -100,11 +110,13 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   const int64_t part_offset = (p.part * a.value_heads + p.hv) * kDim * kDim;
 
   float state[kDim / 2] = {};
+  const float scale = kOverScale ? a.scale : 1.f, inverse = kOverScale ? 1.f / a.scale : 1.f;
   const bool whole = args.part_tokens == 0 || (kAdvance && p.last);
   if (const float* from = whole ? a.grad_final_state : kAdvance ? nullptr : args.part_states) {
     from += whole ? (p.sequence * a.value_heads + p.hv) * state_size : part_offset;
     load_state<kDim, kPadded>(state, from, whole ? a.key_dim : kDim, whole ? a.value_dim : kDim,
                               column);
+    scale_state(state, inverse);
   }
   Ring<Shared::kStages> ring;
 #pragma unroll 1
@@ -143,7 +155,10 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       uint32_t x[4];
-      pack_step<T>(x, &state[8 * n]);
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        x[m] = pack<T>(scale * state[8 * n + 2 * m], scale * state[8 * n + 2 * m + 1]);
+      }
       stmatrix_x4(shared_address(s.grad_state[kept][group][n / 4]) +
                       tile_offset(16 * warp + lane % 16, n % 4 * 16 + lane / 16 * 8),
                   x);
@@ -204,7 +219,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     if constexpr (!kAdvance && !kLater) values.read(value);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {  // gate_q dO, column group n / 2
-      const float2 query = scalar_pair(scalars.query, n / 2);
+      float2 query = scalar_pair(scalars.query, n / 2);
+      query.x *= inverse, query.y *= inverse;
       uint32_t& pair = grad_o[n / 4][n % 4];
       if constexpr (kDecay && !kAdvance && kIsBfloat16<T>) {  // fewer registers
         pair = multiply_pairs(pair, pack<T>(query.x, query.y));
@@ -235,7 +251,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     }
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
-      const float2 erase = scalar_pair(scalars.erase, n / 2);
+      float2 erase = scalar_pair(scalars.erase, n / 2);
+      erase.x *= inverse, erase.y *= inverse;
       r[n / 4][n % 4] = pack<T>(-erase.x * u[2 * n], -erase.y * u[2 * n + 1]);
     }
     if constexpr (!kAdvance && kLater) values.read(value);
@@ -284,6 +301,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     to = a.grad_initial_state + (p.sequence * a.value_heads + p.hv) * state_size;
     keys = a.key_dim, values = a.value_dim;
   }
+  scale_state(state, scale);
   if (to) store_state<kDim, kPadded>(state, to, keys, values, column);
 }
 

@@ -221,7 +221,7 @@ struct TokenGradients {
       }
       fence_async_proxy();
       sync();
-      if (warp == 0 && lane == 0) {
+      if (warp == 0 && elect_one()) {
         for (int n = 0; n < kTiles; ++n) {
           store_box(map, tiles[n], 64 * n, p.hv, static_cast<int>(begin), static_cast<int>(p.row));
         }
@@ -476,7 +476,7 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
       s.factors_free[stage].arrive();
     }
   }
-  if (thread == 0) wait_stores<0>();
+  if (elect_one(thread)) wait_stores<0>();
 }
 
 }  // namespace efla::cuda::sm90
