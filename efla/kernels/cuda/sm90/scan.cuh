@@ -225,6 +225,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
     static_assert(!kOutput || Shared::kQueryStages == Shared::kValueStages);
+    // Tells nvcc that all agree, which it does not see behind elect_one().
+    if constexpr (!kFoldedErase && kWalk != Walk::kAdvance) c = __shfl_sync(0xffffffffu, c, 0);
     const auto ring = ring_of<Shared::kKeyStages>(c);
     const auto triangles = ring_of<2>(c);
     const auto value_ring = ring_of<Shared::kValueStages>(c);
