@@ -272,13 +272,13 @@ __device__ __forceinline__ void wait_products() {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 // A in registers, B described; %4 says whether to add to D.
-#define EFLA_WGMMA_RS(SHAPE, TYPE, LIST, OUT, A0, A1, A2, A3, B, P, SIGN, TRANSPOSE)             \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE \
-               ".f32." TYPE "." TYPE " {" LIST "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B         \
-               ", p, " SIGN ", 1, " TRANSPOSE ";\n}\n"                                           \
-               : OUT                                                                             \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                             \
-                 "r"(static_cast<int>(accumulate)))
+#define EFLA_WGMMA_RS(SHAPE, TYPE, LIST, OUT, A0, A1, A2, A3, B, P, S, SIGN, TRANSPOSE)            \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned." SHAPE   \
+               ".f32." TYPE "." TYPE " {" LIST "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, " S \
+               ", 1, " TRANSPOSE ";\n}\n"                                                          \
+               : OUT                                                                               \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                               \
+                 "r"(static_cast<int>(accumulate)), "n"(SIGN))
 #define EFLA_WGMMA_SS_WIDE(TYPE)                                                          \
   asm volatile(                                                                           \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned."           \
@@ -302,28 +302,16 @@ __device__ __forceinline__ void wait_products() {
 template <typename T>
 inline constexpr bool kIsBfloat16 = std::is_same_v<T, __nv_bfloat16>;
 
-// N = 64, A in registers, B by rows.
-template <typename T>
+// N = 64, A in registers, times kSign (1 or -1), B by rows.
+template <typename T, int kSign = 1>
 __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
                                         bool accumulate) {
   if constexpr (kIsBfloat16<T>) {
     EFLA_WGMMA_RS("m64n64k16", "bf16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "1", "0");
+                  "%37", "%38", kSign, "0");
   } else {
     EFLA_WGMMA_RS("m64n64k16", "f16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "1", "0");
-  }
-}
-// The same with -A.
-template <typename T>
-__device__ __forceinline__ void subtract_product(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
-                                                 bool accumulate) {
-  if constexpr (kIsBfloat16<T>) {
-    EFLA_WGMMA_RS("m64n64k16", "bf16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "-1", "0");
-  } else {
-    EFLA_WGMMA_RS("m64n64k16", "f16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "-1", "0");
+                  "%37", "%38", kSign, "0");
   }
 }
 // N = 64, A in registers, B by columns.
@@ -332,10 +320,10 @@ __device__ __forceinline__ void product_columns(float (&d)[32], const uint32_t (
                                                 bool accumulate) {
   if constexpr (kIsBfloat16<T>) {
     EFLA_WGMMA_RS("m64n64k16", "bf16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "1", "1");
+                  "%37", "%38", 1, "1");
   } else {
     EFLA_WGMMA_RS("m64n64k16", "f16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
-                  "%37", "1", "1");
+                  "%37", "%38", 1, "1");
   }
 }
 // N = 128, likewise.
@@ -344,10 +332,10 @@ __device__ __forceinline__ void product_columns(float (&d)[64], const uint32_t (
                                                 bool accumulate) {
   if constexpr (kIsBfloat16<T>) {
     EFLA_WGMMA_RS("m64n128k16", "bf16", EFLA_LIST64, EFLA_D64, "%64", "%65", "%66", "%67", "%68",
-                  "%69", "1", "1");
+                  "%69", "%70", 1, "1");
   } else {
     EFLA_WGMMA_RS("m64n128k16", "f16", EFLA_LIST64, EFLA_D64, "%64", "%65", "%66", "%67", "%68",
-                  "%69", "1", "1");
+                  "%69", "%70", 1, "1");
   }
 }
 // N = 64, A and B by rows.

@@ -90,11 +90,7 @@ __device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&
 #pragma unroll
   for (int i = 0; i < kK / 16; ++i) {
     const uint64_t step = b + i / 4 * (kC * 128 / 16) + i % 4 * 2;
-    if constexpr (kSubtract) {
-      subtract_product<T>(d, state[i], step, true);
-    } else {
-      product<T>(d, state[i], step, i > 0);
-    }
+    product<T, kSubtract ? -1 : 1>(d, state[i], step, kSubtract || i > 0);
   }
   commit_products();
 }
