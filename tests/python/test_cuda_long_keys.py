@@ -19,8 +19,8 @@ DIMS = (32, 60, 64, 96, 100, 128)
 # Relative to a row and to its natural size. Rows are short: their roundings hardly average.
 LIMITS = {FLOAT32: 1e-4, BFLOAT16: 2e-2}
 # Those of a number by itself do not: beta's gradient may be off by this of the product that it is, too, which
-# is 4.5 times the limit of a whole tensor's RMS; by nothing else at the head sizes that only the portable kernels
-# have in 16 bits.
+# is 4.5 times the limit of a whole tensor's RMS; by nothing else at the head sizes that only the portable
+# kernels have in 16 bits.
 LIMIT_OF_ONE = 4.5 * 6e-3
 SMALLEST = {FLOAT32: 2.0**-149, BFLOAT16: 2.0**-134}
 
