@@ -411,11 +411,8 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   constexpr int kGroups = kV / 64;
   constexpr bool kWide = kGroups == 2;
   // Registers of the warpgroup that prepares; wide, it shares 128 with the one that inverts.
-  constexpr int kPrepare = !kWide ? 152
-                                  : (!kErase                ? 96
-                                     : kWalk == Walk::kKeep ? 72
-                                                            : 64) +
-                                        (kDecay ? 8 : 0);
+  constexpr int kPlain = !kErase ? 96 : kWalk == Walk::kKeep ? 72 : 64;
+  constexpr int kPrepare = !kWide ? 152 : kPlain + (kDecay ? 8 : 0);
   init_barriers<kPreparedHalves<kErase, kDecay, kWalk>>(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const int group = threadIdx.x / kWarpgroup;
