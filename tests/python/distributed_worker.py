@@ -1,6 +1,7 @@
 """Run by torchrun in test_distributed.py: data-parallel gradients equal those of one process."""
 
 import copy
+import os
 import sys
 
 import efla
@@ -82,7 +83,12 @@ def main():
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(empty, model.state_dict() if rank == 0 else {}, options=options)
     compare(gradients(empty, mine), expected, 1e-5, "FSDP2 from the meta device")
+    dist.barrier()
     dist.destroy_process_group()
+    # Without Python's shutdown: gloo's threads let go of a collective's tensors a little after it returned
+    # (DTensor's caches keep them alive), and one that does so while Python shuts down aborts the process.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
