@@ -208,21 +208,20 @@ def find_peers(names):
     for name in names:
         try:
             found += PEERS[name]()
-        except Exception as error:  # noqa: BLE001 - whatever keeps it from being imported
+        except Exception as error:  # whatever keeps it from being imported
             print(f"{name} left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return found
 
 
 def versions():
     """Versions of what takes part, for the record."""
+    import contextlib
     from importlib import metadata
 
     names = ("torch", "triton", "fla-core", "flash-linear-attention", "flash-qla", "tilelang",
              "flashinfer-python", "nvidia-cutlass-dsl")  # fmt: skip
     out = {}
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             out[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
     return out

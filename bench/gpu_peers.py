@@ -103,7 +103,7 @@ class Bench:
         self.efla, self.start, self.budget = efla, time.monotonic(), arguments.budget
         self.peers = find_peers([p for p in arguments.peers.split(",") if p])
         self.ours = [Ours(efla, "exact"), Ours(efla, "euler")]
-        self.file = open(arguments.csv, "w", newline="")
+        self.file = open(arguments.csv, "w", newline="")  # noqa: SIM115 - for all tables
         self.first_seen = set()
 
     def head(self, text):
@@ -155,7 +155,7 @@ class Bench:
             errors = [relative_rms(pick(o), o_ref)]
             if train:
                 errors += [relative_rms(pick(t), ref) for t, ref in zip(grads, grads_ref)]
-        except Exception as error:  # noqa: BLE001 - a peer may refuse a shape in any way
+        except Exception as error:  # a peer may refuse a shape in any way
             first_line = str(error).strip().splitlines()[:1]
             print(f"{contestant.name}: {type(error).__name__}: {first_line}", file=sys.stderr)
             torch.cuda.synchronize()
@@ -195,7 +195,7 @@ class Bench:
                     contestant=name, ms=ms, fastest_ms=fastest, method=method, error=error,
                     first_s=seconds,
                 )  # fmt: skip
-        del sets
+        sets.clear()
         torch.cuda.empty_cache()
 
     def operator(self, shapes, peer_heads):
@@ -256,7 +256,7 @@ class Bench:
                 try:
                     errors[c.name] = self.check_step(c, s)
                     calls[c.name] = c.decode(s)
-                except Exception as error:  # noqa: BLE001
+                except Exception as error:
                     print(f"{c.name}: decode: {type(error).__name__}: {error}", file=sys.stderr)
                     torch.cuda.synchronize()
             with torch.no_grad():
@@ -302,7 +302,7 @@ class Bench:
                     try:
                         with torch.no_grad():
                             _, seconds = first_call(call)
-                    except Exception as error:  # noqa: BLE001
+                    except Exception as error:
                         print(f"{c.name}: {type(error).__name__}: {error}", file=sys.stderr)
                         break
                     self.write(
@@ -330,7 +330,7 @@ class Bench:
                     dtype="bfloat16", layout="dense", **{"pass": "forward+backward"},
                     contestant=c.name, peak_mib=peak,
                 )  # fmt: skip
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 print(f"{c.name}: memory: {type(error).__name__}: {error}", file=sys.stderr)
             del x
 

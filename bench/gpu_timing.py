@@ -34,7 +34,7 @@ def capture(call, count):
         graph.replay()
         torch.cuda.synchronize()
         return graph.replay, "graph"
-    except Exception:  # noqa: BLE001 - peers that wait for the device raise all sorts of errors
+    except Exception:  # peers that wait for the device raise all sorts of errors
         torch.cuda.set_stream(here)
         torch.cuda.synchronize()
 

@@ -9,7 +9,8 @@ transformers' chunked fallback in torch needs `pip install transformers`; llama.
 package. What is not there is left out with a word on stderr. A slice of every peer's output is
 compared with the recurrence in double precision before the peer is timed; a peer that computes
 something else ends the program. A row marked "disturbed" had fewer than half of its rounds quiet.
-Shapes and FLOP counts are those of `efla bench op`. The environment variables keep page faults of large results out of the times.
+Shapes and FLOP counts are those of `efla bench op`. The environment variables keep page faults of
+large results out of the times.
 """
 
 import argparse

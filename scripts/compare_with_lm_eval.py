@@ -53,7 +53,7 @@ def read_records(path):
 
 def two_sentences(record):
     first, second = record["context_options"]
-    stem = os.path.commonprefix([first, second])
+    stem = os.path.commonprefix([first, second])  # noqa: RUF071 - by characters
     stem = stem[:stem.rfind(" ") + 1]
     return {"sentence": f"{stem}_ {record['continuation']}", "option1": first[len(stem):],
             "option2": second[len(stem):], "answer": str(record["gold"] + 1)}
@@ -394,7 +394,7 @@ def find_paths(options):
         aliases = {"openbookqa": ["openbookqa", "openbook_qa"], "wikitext": [
             "wikitext", "wiki.test", "wikitext2/test"]}.get(name, [name])
 
-        def find(suffix):
+        def find(suffix, aliases=aliases):
             for data, alias, ending, packed in itertools.product(
                     options.data, aliases, (".jsonl", ".json", ".raw", ".tokens", ".txt"),
                     ("", ".gz", ".xz")):

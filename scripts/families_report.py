@@ -105,7 +105,7 @@ Losses in bits per byte. "held out": the first {runs[0]['held_out']:,} tokens of
 After "It was a truth" (`efla generate --temperature 0.8 --top-p 0.95 --seed 7`):
 
 {samples}
-""")
+""")  # noqa: E501 - the lines of the document
 
 
 if __name__ == "__main__":

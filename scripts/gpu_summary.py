@@ -5,7 +5,7 @@
 
 import json
 import sys
-import xml.etree.ElementTree as xml
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 LAST_LINES = 40  # of a log that holds a failure
@@ -35,14 +35,14 @@ def python_counts(folder, name):
     if not (folder / f"{name}.rc").is_file():
         return [0, 0, 0]
     try:
-        suite = xml.parse(folder / f"{name}.xml").getroot()
+        suite = ET.parse(folder / f"{name}.xml").getroot()
         suite = suite.find("testsuite") if suite.tag == "testsuites" else suite
         total, bad, skipped = (
             int(suite.get("tests")),
             int(suite.get("failures")) + int(suite.get("errors")),
             int(suite.get("skipped")),
         )
-    except (OSError, xml.ParseError):
+    except (OSError, ET.ParseError):
         return [0, 1, 0]
     crashed = (folder / f"{name}.rc").read_text().strip() != "0" and not bad
     return [total - bad - skipped, bad + crashed, skipped]

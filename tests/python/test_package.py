@@ -192,7 +192,7 @@ def test_types(tmp_path):
 
 @installed("ruff")
 def test_style():
-    for arguments in (["check", "--no-cache", "python", "tests/python", "examples"],
+    for arguments in (["check", "--no-cache", "python", "tests/python", "examples", "bench", "scripts"],
                       ["format", "--no-cache", "--check", "python", "examples"]):  # fmt: skip
         done = python("-m", "ruff", *arguments, path=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
