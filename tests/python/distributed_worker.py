@@ -85,8 +85,8 @@ def main():
     compare(gradients(empty, mine), expected, 1e-5, "FSDP2 from the meta device")
     dist.barrier()
     dist.destroy_process_group()
-    # Without Python's shutdown: gloo's threads let go of a collective's tensors a little after it returned
-    # (DTensor's caches keep them alive), and one that does so while Python shuts down aborts the process.
+    # Without Python's shutdown: gloo's threads, which run on because DTensor's caches keep the group, let
+    # go of a collective's tensors a little after it returned, and while Python shuts down that aborts.
     sys.stdout.flush()
     os._exit(0)
 
