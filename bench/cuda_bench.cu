@@ -1,6 +1,6 @@
 // Times the CUDA kernels on the shapes of docs/kernels.md and prints Markdown tables. Each forward
 // is first compared with the token recurrence on the same inputs ("error": relative RMS of o).
-//   cuda_bench [--quick]
+//   cuda_bench [--quick | BATCH TOKENS HEADS]      (the first row of each table, or one shape)
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <stdexcept>
@@ -94,11 +95,13 @@ void bench_sequences(int64_t batch, int64_t tokens, int64_t heads) {
   DeviceArray<BFloat16> q(size), k(size), v(size), o(size), other(size), grad_o(size);
   DeviceArray<BFloat16> grad_q(size), grad_k(size), grad_v(size);
   DeviceArray<float> beta(batch * tokens * heads), grad_beta(beta.size);
+  DeviceArray<float> log_decay(beta.size), grad_log_decay(beta.size);
   randomize(q, -1.f, 1.f, 1);
   randomize(k, -0.15f, 0.15f, 2);  // |k| about 1
   randomize(v, -1.f, 1.f, 3);
   randomize(grad_o, -1.f, 1.f, 4);
   randomize(beta, 0.f, 1.f, 5);
+  randomize(log_decay, -0.1f, 0.f, 6);
 
   const auto view = [&](void* data) { return View{data, tokens * row, row, kDim}; };
   const auto out = [&](void* data) { return efla::MutableView{data, tokens * row, row, kDim}; };
@@ -109,34 +112,42 @@ void bench_sequences(int64_t batch, int64_t tokens, int64_t heads) {
   p.scale = 1.0 / std::sqrt(double{kDim});
   p.q = view(q.data), p.k = view(k.data), p.v = view(v.data);
   p.beta = {beta.data, tokens * heads, heads, 1};
-  efla::BackwardParams backward;
-  backward.problem = p;
-  backward.grad_o = view(grad_o.data);
-  backward.grad_q = out(grad_q.data), backward.grad_k = out(grad_k.data);
-  backward.grad_v = out(grad_v.data);
-  backward.grad_beta = {grad_beta.data, tokens * heads, heads, 1};
-  forward.o = out(other.data);
-  const int64_t bytes = std::max(efla::cuda::chunk_backward_workspace(backward),
-                                 efla::cuda::chunk_forward_workspace(forward));
-  DeviceArray<unsigned char> workspace(bytes);
-  check(efla::cuda::recurrent_forward(forward, nullptr));
-  forward.o = out(o.data);
-  check(efla::cuda::chunk_forward(forward, workspace.data, nullptr));
-  check(cudaDeviceSynchronize());
-  const double error = relative_rms(o, other);
-  const double forward_ms =
-      time(9, [&] { check(efla::cuda::chunk_forward(forward, workspace.data, nullptr)); });
-  // The backward's time is that with what a forward has left.
-  DeviceArray<unsigned char> checkpoints(efla::cuda::chunk_checkpoint_bytes(forward) + 1);
-  forward.checkpoints = checkpoints.data;
-  check(efla::cuda::chunk_forward(forward, workspace.data, nullptr));
-  backward.checkpoints = checkpoints.data;
-  const double backward_ms =
-      time(9, [&] { check(efla::cuda::chunk_backward(backward, workspace.data, nullptr)); });
-  std::printf("| %lld x %lld, %lld | %.3f | %.3f | %.3f | %.0f | %.1e |\n",
-              static_cast<long long>(batch), static_cast<long long>(tokens),
-              static_cast<long long>(heads), forward_ms, backward_ms, forward_ms + backward_ms,
-              bytes / 1048576.0, error);
+  std::printf("| %lld x %lld, %lld |", static_cast<long long>(batch),
+              static_cast<long long>(tokens), static_cast<long long>(heads));
+  for (const bool gates : {false, true}) {
+    if (gates) p.log_decay = {log_decay.data, tokens * heads, heads, 1};
+    efla::BackwardParams backward;
+    backward.problem = p;
+    backward.grad_o = view(grad_o.data);
+    backward.grad_q = out(grad_q.data), backward.grad_k = out(grad_k.data);
+    backward.grad_v = out(grad_v.data);
+    backward.grad_beta = {grad_beta.data, tokens * heads, heads, 1};
+    if (gates) backward.grad_log_decay = {grad_log_decay.data, tokens * heads, heads, 1};
+    forward.o = out(other.data);
+    forward.checkpoints = nullptr;
+    const int64_t bytes = std::max(efla::cuda::chunk_backward_workspace(backward),
+                                   efla::cuda::chunk_forward_workspace(forward));
+    DeviceArray<unsigned char> workspace(bytes);
+    check(efla::cuda::recurrent_forward(forward, nullptr));
+    forward.o = out(o.data);
+    check(efla::cuda::chunk_forward(forward, workspace.data, nullptr));
+    check(cudaDeviceSynchronize());
+    const double error = relative_rms(o, other);
+    const double forward_ms =
+        time(9, [&] { check(efla::cuda::chunk_forward(forward, workspace.data, nullptr)); });
+    // Training's forward leaves checkpoints for the backward, and may be another.
+    DeviceArray<unsigned char> checkpoints(efla::cuda::chunk_checkpoint_bytes(forward) + 1);
+    forward.checkpoints = checkpoints.data;
+    const double training_ms =
+        time(9, [&] { check(efla::cuda::chunk_forward(forward, workspace.data, nullptr)); });
+    backward.checkpoints = checkpoints.data;
+    const double backward_ms =
+        time(9, [&] { check(efla::cuda::chunk_backward(backward, workspace.data, nullptr)); });
+    std::printf(" %.3f | %.3f | %.3f | %.0f | %.1e |", forward_ms, backward_ms,
+                training_ms + backward_ms, bytes / 1048576.0, error);
+    std::fflush(stdout);
+  }
+  std::printf("\n");
 }
 
 // Decode steps in one CUDA graph over so many pools that no state is found in the cache. Returns
@@ -201,8 +212,19 @@ int main(int argc, char** argv) {
     cudaDeviceProp device;
     check(cudaGetDeviceProperties(&device, 0));
     std::printf("%s, bfloat16, D = 128, rule exact\n\n", device.name);
-    std::printf("| B x T, heads | forward ms | backward ms | both | workspace MiB | error |\n");
-    std::printf("|---|---|---|---|---|---|\n");
+    std::printf("| B x T, heads | forward ms | backward ms | both | workspace MiB | error |");
+    std::printf(" with gates: forward | backward | both | workspace MiB | error |\n");
+    std::printf("|---|---|---|---|---|---|---|---|---|---|---|\n");
+    if (argc == 4) {
+      int64_t shape[3];
+      for (int i = 0; i < 3; ++i) {
+        shape[i] = std::atoll(argv[i + 1]);
+        if (shape[i] <= 0) throw std::invalid_argument("BATCH TOKENS HEADS: positive numbers");
+      }
+      bench_sequences(shape[0], shape[1], shape[2]);
+      return 0;
+    }
+    if (argc > 1 && !quick) throw std::invalid_argument("usage: [--quick | BATCH TOKENS HEADS]");
     const int64_t shapes[][3] = {{8, 1024, 32}, {1, 32768, 32}, {4, 8192, 32}, {8, 4096, 32},
                                  {1, 8192, 32}, {1, 32768, 16}, {8, 4096, 16}, {8, 2048, 16},
                                  {16, 2048, 8}, {1, 32768, 8},  {1, 131072, 8}};

@@ -107,6 +107,7 @@ __device__ __forceinline__ int chunks_of(const Place& p) {
 struct alignas(16) WholeChunk {
   float gate;     // Gamma_C
   int long_rows;  // whether K or Q has rows that are divided by a power of two
+  int wide;       // whether U takes key_out; else A_hat and `erase` have
 };
 
 // Row of the per-chunk scalars in shared memory, floats [kC]. Those of ScalarRow, without

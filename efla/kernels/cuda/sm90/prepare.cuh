@@ -54,16 +54,24 @@ __device__ __forceinline__ void copy_async_float(float* shared, const float* glo
                : "memory");
 }
 
-// Starts reading a thread's token for the chunk of buffer `to`, ahead of the chunk's tiles.
+// Of the four threads that share two rows, t and t ^ 1 work for row g + 8 (t / 2).
+__device__ __forceinline__ int own_row(int thread) {
+  return thread / 32 * 16 + thread % 32 / 4 + thread % 4 / 2 * 8;
+}
+
+// Starts reading the token of a thread's row for the chunk of buffer `to`, whose first is `token`,
+// ahead of the chunk's tiles. Nobody but the row's threads, of one warp, look at it.
 template <bool kDecay, typename Scratch>
 __device__ __forceinline__ void read_token(const ChunkArgs& a, Scratch& s, int to, int row,
-                                           int token, int hv, int thread, bool exists) {
-  if (thread < kC) {
+                                           int token, int end, int hv, int thread) {
+  if (thread % 2 == 0) {
+    const int own = own_row(thread);
+    token += own;
+    const bool exists = token < end;
     if (!exists) token = 0;  // an address that may be formed
-    copy_async_float(&s.beta[to][thread], element<float>(a.beta, row, token, hv), exists);
+    copy_async_float(&s.beta[to][own], element<float>(a.beta, row, token, hv), exists);
     if constexpr (kDecay) {
-      copy_async_float(&s.log_decay[to][thread], element<float>(a.log_decay, row, token, hv),
-                       exists);
+      copy_async_float(&s.log_decay[to][own], element<float>(a.log_decay, row, token, hv), exists);
     }
   }
   commit_copies();
@@ -71,20 +79,27 @@ __device__ __forceinline__ void read_token(const ChunkArgs& a, Scratch& s, int t
 
 // A token's scalars for the normalised key: e |k|^2 / |k as stored|, w |k| and the log gate; and,
 // where there is no gate, the quotient w |k| of the first. The key has been divided by `unit`,
-// which counts as 1 where it is normalised anyway.
+// which counts as 1 where it is normalised anyway; `root` is 1 / |k|, or 0.
 struct HatCoefficients {
   float log_gate, erase, write, ratio;
 };
 
 template <bool kDecay>
 __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, const TokenInput& x,
-                                                            float square, float unit) {
-  const float root = square > 0.f ? rsqrtf(square) : 0.f;
+                                                            float square, float root, float unit) {
+  if constexpr (!kDecay) {  // the chain that matters most
+    const bool exact = a.rule == Rule::kExact;
+    if ((exact || a.rule == Rule::kEuler) && !a.qk_l2norm && square > 0.f && unit == 1.f) {
+      const float step = x.beta * square;
+      const float erase = (exact ? one_minus_exp(step) : step) * root;
+      return {0.f, erase, erase, 1.f};
+    }
+  }
   const float key_scale = a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
   const float lambda = a.qk_l2norm ? square * key_scale * key_scale : square;
   const bool exact_rule = a.rule == Rule::kExact || (kDecay && a.rule == Rule::kExactLog);
   if (__builtin_expect(exact_rule && square > 0.f && unit == 1.f, 1)) {
-    // e |k|^2 = 1 - e^-x without the detour over phi: the chain that matters most.
+    // e |k|^2 = 1 - e^-x without the detour over phi.
     if constexpr (!kDecay) {
       const float erased = -expm1f(-x.beta * lambda);
       const float erase = erased * root, ratio = a.qk_l2norm ? 1.f / key_scale : 1.f;
@@ -124,6 +139,7 @@ struct RowScalars {
   float scale[2];  // e |k|, of row t of L_hat
   float head[2];   // the same, and the decay from before these 16 tokens
   float gate[2];
+  int wide = 1;  // see WholeChunk
 };
 
 // D_ti for t and i of different blocks of 16 is the decay from the head of t's block to t, times
@@ -148,14 +164,9 @@ struct GateFactors {
   }
 };
 
-// Of the four threads that share two rows, t and t ^ 1 work for row g + 8 (t / 2).
-__device__ __forceinline__ int own_row(int thread) {
-  return thread / 32 * 16 + thread % 32 / 4 + thread % 4 / 2 * 8;
-}
-
 // |k|^2 of own_row(), from the diagonal of K K^T.
-__device__ __forceinline__ float own_square(const float (&kk)[32], int thread) {
-  const int warp = thread / 32, lane = thread % 32, g = lane / 4;
+__device__ __forceinline__ float own_square(const float (&kk)[32], int warp, int thread) {
+  const int lane = thread % 32, g = lane / 4;
   // Element (r, r) of the two 8 x 8 blocks on the diagonal lies with lane 4 g + g / 2.
   const bool odd = g % 2 == 1;
   float x = 0.f, y = 0.f;
@@ -166,6 +177,12 @@ __device__ __forceinline__ float own_square(const float (&kk)[32], int thread) {
   x = __shfl_sync(0xffffffffu, x, 4 * g + g / 2);
   y = __shfl_sync(0xffffffffu, y, 4 * g + g / 2);
   return lane % 4 < 2 ? x : y;
+}
+
+// Keys of a chunk whose squares are all of these, or zero, differ so little that a triangle in half
+// holds their ratios as well.
+__device__ __forceinline__ bool is_mild(float square) {
+  return square == 0.f || (square >= 0x1p-12f && square <= 0x1p12f);
 }
 
 // Both rows' values of what each thread has for its own.
@@ -186,13 +203,15 @@ __device__ __forceinline__ float own_query_square(const unsigned char* q, int co
 
 // The scalars of one chunk, whose tokens were read to buffer j. False: rows of k, or of q where
 // they are normalised, may have been long and have been shortened; then kk is to be made anew, and
-// this called `again`. (To keep kk and the rest until then would take registers that nobody has.)
+// this called `again`; `warp` is that of the thread, the same in a register that all share. (To
+// keep kk and the rest until then would take registers that nobody has.)
 template <typename T, int kK, bool kDecay, bool kScores, bool kFolded, typename Scratch>
 __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& a, Scratch& s,
                                              const float (&kk)[32], unsigned char* k,
                                              unsigned char* q, ChunkScalars& scalars,
                                              float (&query_row)[kC], int j, int tokens,
-                                             bool normed_queries, bool again, int thread) {
+                                             bool normed_queries, bool again, int warp,
+                                             int thread) {
   const int lane = thread % 32, row = own_row(thread);
   const bool writes = lane % 2 == 0;
   RowFactors& f = s.factors[j];
@@ -204,13 +223,14 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     query *= rsqrtf(square + 1e-6f);
     may = may_be_long<T>(square);
   }
-  const float square = own_square(kk, thread);
+  const float square = own_square(kk, warp, thread);
+  const float root = square > 0.f ? rsqrtf(square) : 0.f;
   HatCoefficients c{};
   if (row < tokens) {
     const TokenInput token{s.beta[j][row], kDecay ? s.log_decay[j][row] : 0.f};
-    c = hat_coefficients<kDecay>(a, token, square, again ? s.unit[row] : 1.f);
+    c = hat_coefficients<kDecay>(a, token, square, root, again ? s.unit[row] : 1.f);
   }
-  const float key_out = square > 0.f ? rsqrtf(square) : a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
+  const float key_out = square > 0.f ? root : a.qk_l2norm ? rsqrtf(1e-6f) : 1.f;
   if (writes) {
     f.column_scale[row] = key_out;
     if constexpr (kScores) f.query_scale[row] = query;
@@ -233,8 +253,15 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     if (lane == 31) f.block_gate[thread / 32] = head;
   }
   if (writes) may = may_be_long<T>(square);  // the other of the two has the query
-  // The shuffle tells nvcc that all agree; else it uses no uniform registers from here on.
-  const int any = __shfl_sync(0xffffffffu, sync_threads_or(kPrepareBarrier, kWarpgroup, may), 0);
+  // The vote tells nvcc that all agree; else it uses no uniform registers from here on.
+  const auto any_of = [](bool x) {
+    return __any_sync(0xffffffffu, sync_threads_or(kPrepareBarrier, kWarpgroup, x));
+  };
+  int any = any_of(may || (kFolded && !is_mild(square)));
+  if constexpr (kFolded) {
+    rows.wide = any;
+    if (any) any = any_of(may);
+  }
   if (any && !again && shortens_rows(a)) {
     const float by = may ? shorten_row<T>(writes ? k : q, kK / 64, row) : 1.f;
     if (writes) s.unit[row] = a.qk_l2norm ? 1.f : by;
@@ -242,6 +269,7 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     if (thread == 0) scalars.whole.long_rows = shortened;
     return false;
   }
+  if (kFolded && !rows.wide) c.erase *= key_out;
   share_rows(rows.scale, c.erase, thread);
   float gate = 1.f, before = 1.f, behind = 1.f;
   if constexpr (kDecay) {
@@ -258,21 +286,37 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     if constexpr (kScores) query_row[row] = query * before;
     scalars.key_out[row] = key_out * behind;
   }
-  if (thread == 0) scalars.whole.gate = gate;
+  if (thread == 0) scalars.whole.gate = gate, scalars.whole.wide = rows.wide;
   return true;
 }
 
-// L_hat from K K^T, row factor times column factor times D_ti.
+// L_hat from K K^T, row factor times column factor (where keys are wide) times D_ti.
 template <bool kDecay>
 __device__ __forceinline__ void store_lower(LowerTriangle& s, const RowFactors& f,
-                                            const RowScalars& rows, const float (&kk)[32],
-                                            int thread) {
-  const int warp = thread / 32, lane = thread % 32;
+                                            const RowScalars& rows, const float (&product)[32],
+                                            int warp, int thread) {
+  const int lane = thread % 32;
   const int r = lane / 4, t4 = lane % 4 * 2;
   const auto store = [&](int j, int h, float x, float y) {
     *reinterpret_cast<uint32_t*>(&s.below[16 * warp + 8 * h + r][8 * j + t4]) = half_pair(x, y);
   };
   const GateFactors gates = kDecay ? GateFactors(f.block_gate) : GateFactors();
+  float kk[32];
+#pragma unroll
+  for (int n = 0; n < 32; ++n) kk[n] = product[n];
+  if constexpr (!kDecay) {
+    if (rows.wide) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (j >= 2 * warp + 2) break;
+        const float2 column = float_pair(f.column_scale, 8 * j + t4);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          kk[4 * j + 2 * h] *= column.x, kk[4 * j + 2 * h + 1] *= column.y;
+        }
+      }
+    }
+  }
   // Columns of the 16-token blocks before this warp's own. Factors are read ahead of the writes:
   // the compiler cannot tell that they do not overlap.
 #pragma unroll
@@ -282,7 +326,7 @@ __device__ __forceinline__ void store_lower(LowerTriangle& s, const RowFactors& 
     float2 column[4];
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      column[i] = float_pair(kDecay ? f.column_tail : f.column_scale, 8 * (j1 + i) + t4);
+      column[i] = kDecay ? float_pair(f.column_tail, 8 * (j1 + i) + t4) : make_float2(1.f, 1.f);
     }
 #pragma unroll
     for (int i = 0; i < count; i += 2) {
@@ -304,7 +348,7 @@ __device__ __forceinline__ void store_lower(LowerTriangle& s, const RowFactors& 
     float2 column[2], gate[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      column[i] = float_pair(f.column_scale, 16 * w + 8 * i + t4);
+      column[i] = kDecay ? float_pair(f.column_scale, 16 * w + 8 * i + t4) : make_float2(1.f, 1.f);
       if constexpr (kDecay) gate[i] = float_pair(f.gate, 16 * w + 8 * i + t4);
     }
 #pragma unroll

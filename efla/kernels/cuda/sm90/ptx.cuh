@@ -210,6 +210,17 @@ __device__ __forceinline__ float fast_exp(float x) {
   return y;
 }
 
+// 1 - e^-x to about 3e-7 of itself.
+__device__ __forceinline__ float one_minus_exp(float x) {
+  float series = fmaf(x, 1.f / 5040, -1.f / 720);
+  series = fmaf(x, series, 1.f / 120);
+  series = fmaf(x, series, -1.f / 24);
+  series = fmaf(x, series, 1.f / 6);
+  series = fmaf(x, series, -1.f / 2);
+  series = fmaf(x, series, 1.f);
+  return fabsf(x) < 0.5f ? x * series : 1.f - fast_exp(-x);
+}
+
 // ---- warpgroup matrix products ------------------------------------------------------------------
 
 // D [64, N] += A [64, 16] B [16, N] in float. Registers of thread (warp w, g = lane / 4, t = lane %

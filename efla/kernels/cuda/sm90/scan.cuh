@@ -8,8 +8,8 @@
 //   S^T = Gamma_C S^T + (gate_k U^T) K
 //
 // with the per-token scalars of ScalarRow along the columns (kFoldedFactors: another order of the
-// same). The next chunk's S^T K^T runs while this chunk's output is rounded and stored; o takes v's
-// place in shared memory.
+// same). The next chunk's S^T K^T runs while this chunk's output is rounded, which is sent off
+// while that chunk's last products run.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/scan_prepare.cuh"
@@ -95,18 +95,18 @@ __device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&
   commit_products();
 }
 
-// v^T as floats, from this lane's rows of its tile.
+// v^T, packed, from this lane's rows of its tile.
+__device__ __forceinline__ void read_values(uint32_t (&v)[4][4], uint32_t tile) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) ldmatrix_x4_transposed(v[i], tile + i * 16 * 128);
+}
+// The same as floats.
 template <typename T>
-__device__ __forceinline__ void read_values(float (&d)[32], uint32_t tile) {
+__device__ __forceinline__ void unpack_values(float (&d)[32], const uint32_t (&v)[4][4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t v[4];
-    ldmatrix_x4_transposed(v, tile + i * 16 * 128);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 x = unpack<T>(v[j]);
-      d[8 * i + 2 * j] = x.x, d[8 * i + 2 * j + 1] = x.y;
-    }
+  for (int n = 0; n < 16; ++n) {
+    const float2 x = unpack<T>(v[n / 4][n % 4]);
+    d[2 * n] = x.x, d[2 * n + 1] = x.y;
   }
 }
 
@@ -154,11 +154,19 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   for (int i = 0; i < kK / 16; ++i) pack_step<T>(packed[i], &state[8 * i]);
 
   float r[32], o[32];
-  const auto scale_output = [&](int c) { scale_columns(o, s.query[c % Shared::kQueryRows]); };
-  // Rounds o of chunk c into v's place in buffer i; then sends it off.
-  const auto round_output = [&](int c, int i) {
+  const auto scale_output = [&](int c) {
+    if (kDecay || a.qk_l2norm) {
+      scale_columns(o, s.query[c % Shared::kQueryRows]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 32; ++n) o[n] *= a.scale;
+    }
+  };
+  // Rounds o of chunk c into its tile, from where it is sent off once all have.
+  const auto round_output = [&](int c) {
     if constexpr (kFolded) scale_output(c);
-    const uint32_t tile = shared_address(s.v[i][group]) + lane_offset;
+    if (c > 0) s.output_free[group].wait((c & 1) ^ 1);
+    const uint32_t tile = shared_address(s.o[group]) + lane_offset;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       uint32_t x[4];
@@ -166,32 +174,41 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       stmatrix_x4_transposed(tile + n * 16 * 128, x);
     }
   };
-  const auto send_output = [&](int c, int i) {
+  const auto end_output = [&] {
     fence_async_proxy();
-    sync_threads(2 + group, kWarpgroup);
+    arrive_warp(s.output_full[group]);
+  };
+  const auto send_output = [&](int c) {
+    if (!elect_one(thread)) return;
+    s.output_full[group].wait(c & 1);
+    store_box(maps.o, s.o[group], column, p.hv, static_cast<int>(p.begin) + c * kC,
+              static_cast<int>(p.row));
+    commit_stores();
+  };
+  // That of a part of a chunk, without the copy engine.
+  const auto write_output = [&](int c) {
+    s.output_full[group].wait(c & 1);
     const int64_t token = p.begin + int64_t{c} * kC;
-    const int tokens = static_cast<int>(min(int64_t{kC}, p.tokens - int64_t{c} * kC));
-    if (tokens == kC) {
-      if (elect_one(thread)) {
-        store_box(maps.o, s.v[i][group], column, p.hv, static_cast<int>(token),
-                  static_cast<int>(p.row));
-        commit_stores();
-      }
-    } else {
-      T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +
-               column;
-      // A thread has 8 columns and every 16th row.
-      const int pieces = column + thread % 8 * 8 < a.value_dim ? tokens * 8 : 0;
-      for (int n = thread; n < pieces; n += kWarpgroup) {
-        *reinterpret_cast<uint4*>(out + n / 8 * a.o.token + n % 8 * 8) =
-            *reinterpret_cast<const uint4*>(s.v[i][group] + tile_offset(n / 8, n % 8 * 8));
-      }
+    const int tokens = static_cast<int>(p.tokens - int64_t{c} * kC);
+    T* out = static_cast<T*>(a.o.data) + p.row * a.o.batch + token * a.o.token + p.hv * a.o.head +
+             column;
+    // A thread has 8 columns and every 16th row.
+    const int pieces = column + thread % 8 * 8 < a.value_dim ? tokens * 8 : 0;
+    for (int n = thread; n < pieces; n += kWarpgroup) {
+      *reinterpret_cast<uint4*>(out + n / 8 * a.o.token + n % 8 * 8) =
+          *reinterpret_cast<const uint4*>(s.o[group] + tile_offset(n / 8, n % 8 * 8));
     }
   };
 
-  // v^T of chunk c, which lies in buffer i; what is behind the sequence is zero.
-  const auto load_values = [&](int c, int i) {
-    read_values<T>(r, shared_address(s.v[i][group]) + lane_offset);
+  // v^T of chunk c, packed; then as floats, in which what is behind the sequence is zero.
+  const auto load_values = [&](uint32_t(&v)[4][4], int c) {
+    const auto [i, round] = ring_of<Shared::kValueStages>(c);
+    s.values_full[i].wait(round);
+    read_values(v, shared_address(s.v[i][group]) + lane_offset);
+    arrive_warp(s.values_free[i]);
+  };
+  const auto start_from_values = [&](const uint32_t(&v)[4][4], int c) {
+    unpack_values<T>(r, v);
     const int tokens = static_cast<int>(p.tokens) - c * kC;
     if (tokens < kC) {
 #pragma unroll
@@ -215,29 +232,36 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   };
 
   if (kFoldedErase && chunks > 0) {
-    s.values_full[0].wait(0);
-    load_values(0, 0);
+    uint32_t v[4][4];
+    load_values(v, 0);
+    start_from_values(v, 0);
   }
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
-    static_assert(!kOutput || Shared::kQueryStages == Shared::kValueStages);
     // Tells nvcc that all agree, which it does not see behind elect_one().
-    if constexpr (!kFoldedErase && kWalk != Walk::kAdvance) c = __shfl_sync(0xffffffffu, c, 0);
+    if constexpr (kWalk != Walk::kAdvance) c = __shfl_sync(0xffffffffu, c, 0);
     const auto ring = ring_of<Shared::kKeyStages>(c);
     const auto triangles = ring_of<2>(c);
     const auto value_ring = ring_of<Shared::kValueStages>(c);
-    const int i = ring.index, vi = value_ring.index, qi = vi, j = triangles.index;
-    const int previous = vi == 0 ? Shared::kValueStages - 1 : vi - 1;  // v's of the chunk before
+    const auto query_ring = ring_of<Shared::kQueryStages>(c);
+    const int i = ring.index, vi = value_ring.index, qi = query_ring.index, j = triangles.index;
     const ChunkScalars& scalars = s.scalars[i];
-    s.ready[j].wait(triangles.round);
+    if constexpr (kFoldedErase) {  // A_hat is waited for where it is needed
+      s.lower_full[i].wait(ring.round);
+    } else {
+      s.ready[j].wait(triangles.round);
+    }
+    if constexpr (kOutput) s.queries_full[qi].wait(query_ring.round);
     if (!kOutput && args.prepared) {  // else prepare() has waited and shortened rows
       s.keys_full[i].wait(ring.round);
       if (kIsBfloat16<T> && scalars.whole.long_rows) {
         shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[i]);
       }
     }
+    bool wide = true;
     if constexpr (kFoldedErase) {
-      if (a.qk_l2norm || __shfl_sync(0xffffffffu, scalars.whole.long_rows, 0)) {  // else w = e
+      wide = __any_sync(0xffffffffu, scalars.whole.wide);
+      if (__any_sync(0xffffffffu, a.qk_l2norm || scalars.whole.long_rows)) {  // else w = e
         scale_columns(r, scalars.write);
       }
       pin(r);
@@ -248,7 +272,10 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     const auto write_values = [&] {
       if (!values) return;
       s.values_full[vi].wait(value_ring.round);
-      read_values<T>(written, shared_address(s.v[vi][group]) + lane_offset);
+      uint32_t v[4][4];
+      read_values(v, shared_address(s.v[vi][group]) + lane_offset);
+      unpack_values<T>(written, v);
+      if constexpr (kOutput) arrive_warp(s.values_free[vi]);
       scale_columns(written, scalars.write);
     };
     if constexpr (kKeep) {  // the state while the product runs
@@ -262,10 +289,10 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
     if constexpr (!kOutput) write_values();
     if constexpr (kOutput) {
-      if (c > 0) round_output(c - 1, previous);  // while the product runs
+      if (c > 0) round_output(c - 1);  // while the product runs
       fence_products();
       multiply_state<T, kK>(o, packed, s.q[qi]);
-      if (c > 0) send_output(c - 1, previous);
+      if (c > 0) end_output();
     }
     wait_products<0>();
     pin(r);
@@ -280,23 +307,26 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
       pack_step<T>(u[n], &r[8 * n]);
     }
+    // In registers that the packed state had, which is made anew below.
+    auto& next_v = reinterpret_cast<uint32_t(&)[4][4]>(packed[kK / 16 - 4]);
     if constexpr (kErase) {
+      if constexpr (kFoldedErase) s.ready[j].wait(triangles.round);
       fence_products();
       const uint64_t b = describe_rows(s.inverse[j]);
 #pragma unroll
       for (int n = 0; n < 4; ++n) product<T>(r, u[n], b + 2 * n, n > 0);
       commit_products();
+      if (kFoldedErase && c + 1 < chunks) load_values(next_v, c + 1);
     } else {
-#pragma unroll
-      for (int n = 0; n < 16; ++n) {
-        const float2 x = unpack<T>(u[n / 4][n % 4]);
-        r[2 * n] = x.x, r[2 * n + 1] = x.y;
-      }
+      unpack_values<T>(r, u);
     }
     if constexpr (kOutput) {
       pin(o);
       arrive_warp(s.queries_free[qi]);
-      if constexpr (!kFolded) scale_output(c);
+      if constexpr (!kFolded) {
+        scale_output(c);
+        pin(o);
+      }
     }
     if constexpr (kDecay) {
       const float gate = scalars.whole.gate;
@@ -308,9 +338,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       pin(r);
     }
     uint32_t key_u[4][4];
+    if (kFoldedErase && wide) scale_columns(r, scalars.key_out);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float2 out = scalar_pair(scalars.key_out, n);
+      float2 out{1.f, 1.f};
+      if constexpr (!kFoldedErase) out = scalar_pair(scalars.key_out, n);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float x = r[4 * n + 2 * h], y = r[4 * n + 2 * h + 1];
@@ -332,14 +364,9 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
         product_columns<T>(o, kFolded ? key_u[n] : u[n], b + 128 * n, true);
       }
       commit_products();
-      if constexpr (kFoldedErase) {  // the next chunk's v while the products run
-        if (c + 1 < chunks) {
-          Ring<Shared::kValueStages> next = value_ring;
-          next.advance();
-          s.values_full[next.index].wait(next.round);
-          load_values(c + 1, next.index);
-        }
-      }
+      // While the products run: o of the chunk before leaves, the next one's v is unpacked.
+      if (c > 0) send_output(c - 1);
+      if (kFoldedErase && c + 1 < chunks) start_from_values(next_v, c + 1);
       wait_products<1>();
     } else if constexpr (kKeep) {  // U, without decay over |k|, while the product runs
 #pragma unroll
@@ -368,15 +395,19 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     if (kKeep || (kOutput && c > 0)) {
       if (elect_one(thread)) {
         wait_stores_read<0>();
-        s.values_free[kKeep ? vi : previous].arrive();
+        (kKeep ? s.values_free[vi] : s.output_free[group]).arrive();
       }
     }
   }
   if constexpr (kOutput) {
     if (chunks > 0) {
-      const int i = ring_of<Shared::kValueStages>(chunks - 1).index;
-      round_output(chunks - 1, i);
-      send_output(chunks - 1, i);
+      round_output(chunks - 1);
+      end_output();
+      if (p.tokens % kC == 0) {
+        send_output(chunks - 1);
+      } else {
+        write_output(chunks - 1);
+      }
     }
     if (elect_one(thread)) wait_stores<0>();
     if (a.final_state && p.last) {
@@ -413,7 +444,7 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   // Registers of the warpgroup that prepares; wide, it shares 128 with the one that inverts.
   constexpr int kPlain = !kErase ? 96 : kWalk == Walk::kKeep ? 72 : 64;
   constexpr int kPrepare = !kWide ? 152 : kPlain + (kDecay ? 8 : 0);
-  init_barriers<kPreparedHalves<kErase, kDecay, kWalk>>(s, args.prepared);
+  init_barriers<kInverterScores<kErase, kDecay, kWalk>>(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const int group = threadIdx.x / kWarpgroup;
   // Each role finds the place for itself: kept across the roles' register limits it would spill.

@@ -28,18 +28,21 @@ __device__ __forceinline__ void clear_values(Shared& s, int c, int tokens, int t
   clear_rows<Shared::kGroups>(s.v[c % kStages], tokens, thread);
 }
 
-// Halves [first, last) of P_hat, 32 columns each, of the chunk in buffers k, q and j.
-template <typename T, int kK, bool kDecay, bool kFolded, typename Shared>
+// P_hat of the chunk in buffers k, q and j, kColumns at a time; `wait` is called before it is
+// written, while a product runs.
+template <typename T, int kK, bool kDecay, bool kFolded, int kColumns, typename Shared,
+          typename Wait>
 __device__ __forceinline__ void make_scores(Shared& s, const unsigned char* k,
-                                            const unsigned char* q, int j, int first, int last,
-                                            int thread) {
+                                            const unsigned char* q, int j, int thread, Wait wait) {
 #pragma unroll 1
-  for (int h = first; h < last; ++h) {
-    float kq[16];
-    multiply_keys<T, kK, 32>(kq, k, q + h * 32 * 128);
+  for (int column = 0; column < kC; column += kColumns) {
+    float kq[kColumns / 2];
+    multiply_keys<T, kK, kColumns>(kq, k, q + column * 128);
+    wait();
     wait_products<0>();
     pin(kq);
-    store_scores<T, kDecay, 32, kFolded>(s.scratch.factors[j], kq, s.scores[j], 2 * h, thread);
+    store_scores<T, kDecay, kColumns, kFolded>(s.scratch.factors[j], kq, s.scores[j], column / 16,
+                                               thread);
   }
   fence_async_proxy();
 }
@@ -50,13 +53,14 @@ template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
                                         const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
+  constexpr bool kScores = !kInverterScores<kErase, kDecay, kWalk>;
   constexpr bool kFolded = kFoldedFactors<T, kDecay, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
+  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
   zero_tiles(s.scores, thread);  // below the diagonal they stay zero
   const int row = static_cast<int>(p.row), hv = p.hv, begin = static_cast<int>(p.begin);
   const int end = chunks_of(p) > 0 ? static_cast<int>(p.begin + p.tokens) : begin;
-  read_token<kDecay>(a, s.scratch, 0, row, begin + thread, hv, thread, begin + thread < end);
+  read_token<kDecay>(a, s.scratch, 0, row, begin, end, hv, thread);
 #pragma unroll 1
   for (int token = begin; token < end; token += kC) {
     // Or the addresses of all that follows are kept across chunks, and spill.
@@ -80,11 +84,14 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     }
     // The buffers of two chunks ago. (elect_one() would cost registers that are not there.)
     if (Shared::kKeep && thread == 0) wait_stores_read<1>();
-    sync_prepare();
+    if (Shared::kKeep || tokens < kC) {
+      sync_prepare();
+    } else {
+      __syncwarp();
+    }
     float kk[32];
     multiply_keys<T, kK>(kk, s.k[i][0], s.k[i][0]);
-    const int next = token + kC + thread;
-    read_token<kDecay>(a, s.scratch, j ^ 1, row, next, hv, thread, next < end);
+    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + kC, end, hv, thread);
     wait_products<0>();
     pin(kk);
     if constexpr (kErase) s.lower_free[j].wait(out.round ^ 1);
@@ -94,7 +101,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
       pin(kk);  // or nvcc serialises the products (C7511)
       if (make_scalars < T, kK, kDecay, true,
           kFolded && kErase > (rows, a, s.scratch, kk, s.k[i][0], s.q[qi][0], s.scalars[i],
-                               query_row, j, tokens, a.qk_l2norm, again, thread)) {
+                               query_row, j, tokens, a.qk_l2norm, again, warp, thread)) {
         break;
       }
       sync_prepare();
@@ -103,17 +110,22 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     }
     if constexpr (kErase) {
       hide_index<kWarpgroup>(thread);
-      store_lower<kDecay>(s.scratch.lower[j], s.scratch.factors[j], rows, kk, thread);
-      s.lower_full[j].arrive();
+      store_lower<kDecay>(s.scratch.lower[j], s.scratch.factors[j], rows, kk, warp, thread);
+      s.lower_full[i].arrive();
     }
-    // kKeep's walk takes no scores: it may be done with this chunk by now.
-    if constexpr ((Shared::kOutput && kHalves > 0) || !kErase) {
-      s.triangles_free[j].wait(out.round ^ 1);
+    const auto wait_triangles = [&] { s.triangles_free[j].wait(out.round ^ 1); };
+    if constexpr (!kErase) {
+      wait_triangles();
+      s.ready[j].arrive();
     }
-    if constexpr (!kErase) s.ready[j].arrive();
-    if constexpr (kHalves > 0) {
+    if constexpr (kScores) {
       s.queries_full[qi].wait(query_ring.round);
-      make_scores<T, kK, kDecay, kFolded>(s, s.k[i][0], s.q[qi][0], j, 0, kHalves, thread);
+      make_scores<T, kK, kDecay, kFolded, kDecay ? 32 : kC>(
+          s, s.k[i][0], s.q[qi][0], j, thread, [&] {
+            // Only once: behind "ready" kKeep's walk, which takes no scores, may be done with this
+            // chunk, and the barrier a round further.
+            if constexpr (kErase && Shared::kOutput) wait_triangles();
+          });
       arrive_warp(s.queries_free[qi]);
     }
     arrive_warp(s.keys_free[i]);
@@ -126,7 +138,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
         store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars[i], sizeof(ChunkScalars));
         commit_stores();
       }
-    } else if constexpr (kHalves > 0) {
+    } else if constexpr (kScores) {
       arrive_warp(s.scores_ready[j]);
     }
   }
@@ -140,7 +152,7 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
                                                 ScanShared<kK, kV, kWalk>& s, const Place& p,
                                                 bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
-  constexpr int kHalves = kPreparedHalves<kErase, kDecay, kWalk>;
+  constexpr bool kScores = kInverterScores<kErase, kDecay, kWalk>;
   constexpr bool kFolded = kFoldedFactors<T, kDecay, kWalk>;
   const ChunkArgs& a = args.common;
   int thread = threadIdx.x % kWarpgroup;
@@ -166,41 +178,30 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
     zero_tiles(s.inverse, thread);
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
+      // All wait for the walk of chunk c - 2.
+      const int key = c - 2 + Shared::kKeyStages, query = c - 2 + Shared::kQueryStages;
+      // Folded, v is read a chunk ahead.
+      const int value = c - (kFolded ? 1 : 2) + Shared::kValueStages;
+      if (warp == 0 && c > 1 && key < chunks) feeder.keys(key);
+      if (warp == 2 && c > 1 && query < chunks) feeder.queries(query);
+      if (warp == 1 && value >= Shared::kValueStages && value < chunks) feeder.values(value);
+      c = __shfl_sync(0xffffffffu, c, 0);  // tells nvcc that all agree
       hide_index<kWarpgroup>(thread);
       const auto query_ring = ring_of<Shared::kQueryStages>(c);
       const auto triangles = ring_of<2>(c);
-      const int i = ring_of<Shared::kKeyStages>(c).index, qi = query_ring.index;
-      const int j = triangles.index;
-      // All wait for the walk of chunk c - 2: then o of c - 3 has left v's place, too.
-      if (c > 1) {
-        const int key = c - 2 + Shared::kKeyStages, query = c - 2 + Shared::kQueryStages;
-        if (warp == 0 && key < chunks) feeder.keys(key);
-        if (warp == 2 && query < chunks) feeder.queries(query);
-        if (warp == 1 && c >= Shared::kValueStages) feeder.values(c);
-      }
-      __syncwarp();
+      const auto ring = ring_of<Shared::kKeyStages>(c);
+      const int i = ring.index, qi = query_ring.index, j = triangles.index;
       s.triangles_free[j].wait(triangles.round ^ 1);
-      s.lower_full[j].wait(triangles.round);
+      s.lower_full[i].wait(ring.round);
       sync_invert();  // the chunk before is done in all warps
-      float kq[16];
-      if constexpr (kHalves < 2) s.queries_full[qi].wait(query_ring.round);
-      if constexpr (kHalves == 1) multiply_keys<T, kK, 32>(kq, s.k[i][0], s.q[qi][0] + 32 * 128);
       invert<T>(s.scratch.lower[j], s.scratch.inverse, s.inverse[j], thread, [] {});
       const int tokens = static_cast<int>(p.tokens) - c * kC;
       if (!kFolded && tokens < kC) clear_values(s, c, tokens, thread);
       fence_async_proxy();
       s.ready[j].arrive();
-      if constexpr (kHalves == 1) {
-        wait_products<0>();
-        pin(kq);
-        store_scores<T, kDecay, 32, kFolded>(s.scratch.factors[j], kq, s.scores[j], 2, thread);
-        fence_async_proxy();
-        arrive_warp(s.scores_ready[j]);
-        arrive_warp(s.keys_free[i]);
-        arrive_warp(s.queries_free[qi]);
-      }
-      if constexpr (kHalves == 0) {
-        make_scores<T, kK, kDecay, kFolded>(s, s.k[i][0], s.q[qi][0], j, kHalves, 2, thread);
+      if constexpr (kScores) {
+        s.queries_full[qi].wait(query_ring.round);
+        make_scores<T, kK, kDecay, kFolded, 32>(s, s.k[i][0], s.q[qi][0], j, thread, [] {});
         arrive_warp(s.scores_ready[j]);
         arrive_warp(s.keys_free[i]);
         arrive_warp(s.queries_free[qi]);
@@ -271,6 +272,7 @@ template <typename T, int kK, bool kErase, bool kDecay>
 __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK>& s,
                                             const Place& p) {
   int thread = threadIdx.x % kWarpgroup;
+  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
   zero_tiles(s.scratch.inverse, thread);
   zero_tiles(s.inverse, thread);
   zero_tiles(s.scores, thread);
@@ -278,7 +280,8 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
   const int row = static_cast<int>(p.row), hv = p.hv;
   int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
   int chunk = 0;
-  read_token<kDecay>(a, s.scratch, 0, row, token + thread, hv, thread, thread < left);
+  const int end = token + left;
+  read_token<kDecay>(a, s.scratch, 0, row, token, end, hv, thread);
   float kk[32];
   // Starts K K^T of the ring's chunk.
   const auto start = [&](int tokens) {
@@ -314,7 +317,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
       pin(kk);  // or nvcc serialises the products (C7511)
       if (make_scalars<T, kK, kDecay, true, false>(rows, a, s.scratch, kk, k, q, s.scalars,
                                                    s.scalars.query, j, tokens,
-                                                   a.qk_l2norm && a.scores, again, thread)) {
+                                                   a.qk_l2norm && a.scores, again, warp, thread)) {
         break;
       }
       sync_prepare();
@@ -322,9 +325,9 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
       wait_products<0>();
     }
     // For the warps with the least of L_hat.
-    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + thread, hv, thread, thread < left);
+    read_token<kDecay>(a, s.scratch, j ^ 1, row, token, end, hv, thread);
     if constexpr (kErase) {
-      store_lower<kDecay>(s.scratch.lower[0], s.scratch.factors[j], rows, kk, thread);
+      store_lower<kDecay>(s.scratch.lower[0], s.scratch.factors[j], rows, kk, warp, thread);
     }
     if (a.scores) {
       float kq[32];

@@ -19,12 +19,14 @@ struct ScanShared {
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
   static constexpr bool kScores = kOutput || kKeep;
   // Buffers. Chunks are prepared from k up to three ahead; q is wanted later, and done with sooner.
-  static constexpr int kKeyStages = kOutput ? 4 : 3, kQueryStages = 3, kValueStages = kKeep ? 2 : 3;
+  static constexpr int kKeyStages = kOutput ? 4 : 3, kQueryStages = 3;
+  static constexpr int kValueStages = kScores ? 2 : 3;
   static constexpr int kQueryRows = 8;  // o takes its factors a chunk later
 
   unsigned char k[kKeyStages][kK / 64][kTile];
   unsigned char q[kScores ? kQueryStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
-  unsigned char v[kValueStages][kGroups][kTile];  // later o or U
+  unsigned char v[kValueStages][kGroups][kTile];  // later U
+  unsigned char o[kOutput ? kGroups : 1][kOutput ? kTile : 1024];
   unsigned char kept[kKeep ? kGroups : 1][kKeep ? kK / 64 : 1][kKeep ? kTile : 1024];  // S^T
   unsigned char inverse[2][kTile];
   unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
@@ -34,8 +36,10 @@ struct ScanShared {
   Barrier keys_full[kKeyStages], keys_free[kKeyStages];  // k; scalars
   Barrier queries_full[kQueryStages], queries_free[kQueryStages];  // q
   Barrier values_full[kValueStages], values_free[kValueStages];    // v
-  Barrier lower_full[2], lower_free[2];                            // L_hat
-  Barrier ready[2], scores_ready[2], triangles_free[2];            // inverse and scalars, scores
+  Barrier output_full[kGroups], output_free[kGroups];              // o
+  // L_hat and the scalars, of as many chunks as k, for the walk looks at it late; L_hat.
+  Barrier lower_full[kKeyStages], lower_free[2];
+  Barrier ready[2], scores_ready[2], triangles_free[2];  // inverse and scalars, scores
 };
 
 // Of prepare_kernel, in which one warpgroup prepares and inverts chunks for several walks.
@@ -76,10 +80,10 @@ __device__ __forceinline__ Ring<kSize> ring_of(int chunk) {
   return {static_cast<int>(n % kSize), n / kSize & 1};
 }
 
-// Of P_hat's two halves of 32 columns, how many the warpgroup makes that prepares chunks; the one
-// that inverts makes the others.
+// Whether the warpgroup that inverts makes P_hat, in the place of the one that prepares chunks,
+// whose scalars are longer with decay.
 template <bool kErase, bool kDecay, Walk kWalk>
-inline constexpr int kPreparedHalves = kErase&& kWalk == Walk::kOutput ? (kDecay ? 0 : 1) : 2;
+inline constexpr bool kInverterScores = kErase&& kDecay&& kWalk == Walk::kOutput;
 
 // Whether factors of tokens are taken out of the products. Without decay all are of rows or
 // columns:
@@ -89,30 +93,30 @@ inline constexpr int kPreparedHalves = kErase&& kWalk == Walk::kOutput ? (kDecay
 template <typename T, bool kDecay, Walk kWalk>
 inline constexpr bool kFoldedFactors = kIsBfloat16<T> && !kDecay && kWalk == Walk::kOutput;
 
-template <int kHalves, typename Shared>
+template <bool kInverterReads, typename Shared>
 __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
   if (threadIdx.x == 0) {
-    constexpr int kMakers = 4 * ((kHalves > 0) + (kHalves < 2));  // warps that make P_hat
-    const int walkers = 4 * Shared::kGroups;                      // warps
+    const int walkers = 4 * Shared::kGroups;  // warps
     // Warps beside the walk's that read k.
-    const int makers = Shared::kScores && !prepared ? 4 * (kHalves < 2 ? 2 : 1) : 0;
+    const int makers = Shared::kScores && !prepared ? 4 * (1 + kInverterReads) : 0;
     for (int i = 0; i < Shared::kKeyStages; ++i) {
       s.keys_full[i].init(1);
       s.keys_free[i].init(walkers + makers);
+      s.lower_full[i].init(kWarpgroup);
     }
     for (int i = 0; i < Shared::kQueryStages; ++i) {
       s.queries_full[i].init(1);
-      s.queries_free[i].init((Shared::kOutput ? walkers : 0) + kMakers);
+      s.queries_free[i].init((Shared::kOutput ? walkers : 0) + 4);
     }
     for (int i = 0; i < Shared::kValueStages; ++i) {
       s.values_full[i].init(1);
-      s.values_free[i].init(Shared::kScores ? Shared::kGroups : walkers);
+      s.values_free[i].init(Shared::kKeep ? Shared::kGroups : walkers);
     }
+    for (int i = 0; i < Shared::kGroups; ++i) s.output_full[i].init(4), s.output_free[i].init(1);
     for (int i = 0; i < 2; ++i) {
-      s.lower_full[i].init(kWarpgroup);
       s.lower_free[i].init(kWarpgroup);
       s.ready[i].init(prepared ? 1 : kWarpgroup);
-      s.scores_ready[i].init(kMakers);
+      s.scores_ready[i].init(4);
       s.triangles_free[i].init(walkers);
     }
     fence_barrier_init();
