@@ -2,6 +2,7 @@
 // (scan_prepare.cuh says by whom).
 //
 //   L_hat_ti = e_hat_t D_ti (k_hat_t . k_hat_i), i < t        A_hat = (I + L_hat)^-1
+//   (forward in bfloat16 without decay: both times |k_i| / |k_t| where keys are mild, below)
 //   P_hat_ti = scale D_ti (q_t . k_hat_i), i <= t      (its tile holds P_hat^T)
 //
 // as in the portable chunk_prepare.cuh (same notation), from tiles that are in shared memory
@@ -90,8 +91,7 @@ __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, 
   if constexpr (!kDecay) {  // the chain that matters most
     const bool exact = a.rule == Rule::kExact;
     if ((exact || a.rule == Rule::kEuler) && !a.qk_l2norm && square > 0.f && unit == 1.f) {
-      const float step = x.beta * square;
-      const float erase = (exact ? one_minus_exp(step) : step) * root;
+      const float erase = exact ? one_minus_exp(x.beta * square) * root : x.beta * (square * root);
       return {0.f, erase, erase, 1.f};
     }
   }
@@ -179,10 +179,11 @@ __device__ __forceinline__ float own_square(const float (&kk)[32], int warp, int
   return lane % 4 < 2 ? x : y;
 }
 
-// Keys of a chunk whose squares are all of these, or zero, differ so little that a triangle in half
-// holds their ratios as well.
-__device__ __forceinline__ bool is_mild(float square) {
-  return square == 0.f || (square >= 0x1p-12f && square <= 0x1p12f);
+// Keys of a chunk that all have such squares, or none, differ so little that a triangle in half
+// holds their ratios as well, with steps e |k|^2 up to 2, beyond which nothing is stable. `erase`
+// is e |k|.
+__device__ __forceinline__ bool is_mild(float square, float root, float erase) {
+  return square == 0.f || (square >= 0x1p-12f && square <= 0x1p12f && fabsf(erase) <= 2.f * root);
 }
 
 // Both rows' values of what each thread has for its own.
@@ -257,7 +258,7 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
   const auto any_of = [](bool x) {
     return __any_sync(0xffffffffu, sync_threads_or(kPrepareBarrier, kWarpgroup, x));
   };
-  int any = any_of(may || (kFolded && !is_mild(square)));
+  int any = any_of(may || (kFolded && !is_mild(square, root, c.erase)));
   if constexpr (kFolded) {
     rows.wide = any;
     if (any) any = any_of(may);

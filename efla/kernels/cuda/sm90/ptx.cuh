@@ -210,7 +210,7 @@ __device__ __forceinline__ float fast_exp(float x) {
   return y;
 }
 
-// 1 - e^-x to about 3e-7 of itself.
+// 1 - e^-x to about 3e-7 of itself for x > -0.5; below, to what fast_exp() gives.
 __device__ __forceinline__ float one_minus_exp(float x) {
   float series = fmaf(x, 1.f / 5040, -1.f / 720);
   series = fmaf(x, series, 1.f / 120);

@@ -47,8 +47,8 @@ __device__ __forceinline__ void make_scores(Shared& s, const unsigned char* k,
   fence_async_proxy();
 }
 
-// The warpgroup that makes a chunk's scalars, L_hat for the one that inverts it, and what
-// falls to it of P_hat.
+// The warpgroup that makes a chunk's scalars, L_hat for the one that inverts it, and P_hat unless
+// that one does (kInverterScores).
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
                                         const Place& p) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     if (tokens < kC) {
       clear_rows<kK / 64>(s.k[i], tokens, thread);
       clear_rows<kK / 64>(s.q[qi], tokens, thread);
-      if (!kErase) {  // else he who says that A_hat is ready does it
+      if (!kErase) {  // else he who says that A_hat is ready does it, or folded the walk
         s.triangles_free[j].wait(out.round ^ 1);
         clear_values(s, chunk, tokens, thread);
       }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
 }
 
 // The warpgroup that feeds k, v and q, by a warp each, and inverts what prepare() leaves, if it
-// does; then it makes the rest of P_hat.
+// does; then it makes P_hat (kInverterScores).
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const ScanArgs& args,
                                                 ScanShared<kK, kV, kWalk>& s, const Place& p,
@@ -324,7 +324,6 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
       multiply_keys<T, kK>(kk, k, k);
       wait_products<0>();
     }
-    // For the warps with the least of L_hat.
     read_token<kDecay>(a, s.scratch, j ^ 1, row, token, end, hv, thread);
     if constexpr (kErase) {
       store_lower<kDecay>(s.scratch.lower[0], s.scratch.factors[j], rows, kk, warp, thread);

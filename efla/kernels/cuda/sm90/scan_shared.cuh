@@ -89,7 +89,8 @@ inline constexpr bool kInverterScores = kErase&& kDecay&& kWalk == Walk::kOutput
 // columns:
 //   U^T = e (v^T w / e - S^T K^T) A_hat^T k_hat / k        O^T = (S^T Q^T + U^T tril(Q K^T)^T) q
 // with U as S takes it: P_hat's tile holds tril(Q K^T)^T, `write` w / e, and what subtracts S^T K^T
-// starts from v. Half could overflow.
+// starts from v. Where keys are mild (is_mild()), k_hat / k is in A_hat and `erase`. Half could
+// overflow.
 template <typename T, bool kDecay, Walk kWalk>
 inline constexpr bool kFoldedFactors = kIsBfloat16<T> && !kDecay && kWalk == Walk::kOutput;
 
