@@ -10,7 +10,7 @@
 #pragma once
 
 #include "efla/kernels/cuda/sm90/gated_operands.cuh"
-#include "efla/kernels/cuda/sm90/scan.cuh"
+#include "efla/kernels/cuda/sm90/state_rows.cuh"
 
 namespace efla::cuda::sm90 {
 
