@@ -11,7 +11,8 @@
 #     --pytest ARGS     further arguments of pytest, as one word
 # A build that was carried here needs --library and --gtest only; shared libraries that this machine
 # lacks are looked for beside the two. PYTHON names the interpreter (default .venv/bin/python, else
-# python3), EFLA_TEST_REPEATS the number of bitwise repeats (1000).
+# python3), EFLA_TEST_REPEATS the number of bitwise repeats (1000), EFLA_TEST_LIMIT the seconds after
+# which a part that does not come back is ended and counts as failed (600).
 set -uo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT" || exit 1
@@ -76,7 +77,7 @@ launch() {
   local name=$1
   shift
   (
-    "$@" >"$out/$name.log" 2>&1
+    timeout --kill-after=10 "${EFLA_TEST_LIMIT:-600}" "$@" >"$out/$name.log" 2>&1
     echo $? >"$out/$name.rc"
   ) &
   jobs+=($!)
@@ -88,7 +89,7 @@ if wants gtest; then
     for ((i = 0; i < shards; ++i)); do
       name=gtest_$(basename "$program")_$i
       launch "$name" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i \
-        "$program" --gtest_brief=1 "--gtest_output=json:$out/$name.json"
+        "$program" "--gtest_output=json:$out/$name.json"
     done
   done
 fi
