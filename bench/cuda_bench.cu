@@ -209,6 +209,17 @@ void bench_decode(int64_t batch) {
 int main(int argc, char** argv) {
   const bool quick = argc > 1 && std::strcmp(argv[1], "--quick") == 0;
   try {
+    int64_t shape[3] = {};
+    for (int i = 0; argc == 4 && i < 3; ++i) {
+      char* end;
+      shape[i] = std::strtoll(argv[i + 1], &end, 10);
+      if (shape[i] <= 0 || *end) {
+        throw std::invalid_argument("BATCH TOKENS HEADS: three positive numbers");
+      }
+    }
+    if (argc != 1 && argc != 4 && !(argc == 2 && quick)) {
+      throw std::invalid_argument("usage: cuda_bench [--quick | BATCH TOKENS HEADS]");
+    }
     cudaDeviceProp device;
     check(cudaGetDeviceProperties(&device, 0));
     std::printf("%s, bfloat16, D = 128, rule exact\n\n", device.name);
@@ -216,15 +227,9 @@ int main(int argc, char** argv) {
     std::printf(" with gates: forward | backward | both | workspace MiB | error |\n");
     std::printf("|---|---|---|---|---|---|---|---|---|---|---|\n");
     if (argc == 4) {
-      int64_t shape[3];
-      for (int i = 0; i < 3; ++i) {
-        shape[i] = std::atoll(argv[i + 1]);
-        if (shape[i] <= 0) throw std::invalid_argument("BATCH TOKENS HEADS: positive numbers");
-      }
       bench_sequences(shape[0], shape[1], shape[2]);
       return 0;
     }
-    if (argc > 1 && !quick) throw std::invalid_argument("usage: [--quick | BATCH TOKENS HEADS]");
     const int64_t shapes[][3] = {{8, 1024, 32}, {1, 32768, 32}, {4, 8192, 32}, {8, 4096, 32},
                                  {1, 8192, 32}, {1, 32768, 16}, {8, 4096, 16}, {8, 2048, 16},
                                  {16, 2048, 8}, {1, 32768, 8},  {1, 131072, 8}};
