@@ -48,8 +48,8 @@ def python_counts(folder, name):
     return [total - bad - skipped, bad + crashed, skipped]
 
 
-def sanitizer_counts(folder):
-    codes = [path.read_text().strip() for path in folder.glob("sanitizer_*.rc")]
+def program_counts(folder, kind):
+    codes = [path.read_text().strip() for path in folder.glob(f"{kind}_*.rc")]
     return [codes.count("0"), len(codes) - codes.count("0"), 0]
 
 
@@ -66,7 +66,8 @@ def main():
         "gtest": gtest_counts(folder),
         "python": python_counts(folder, "python"),
         "python on portable kernels": python_counts(folder, "portable"),
-        "compute-sanitizer": sanitizer_counts(folder),
+        "processes that share the device": program_counts(folder, "shared"),
+        "compute-sanitizer": program_counts(folder, "sanitizer"),
     }
     failed = sum(counts[1] for counts in parts.values())
     ran = any(counts[0] for counts in parts.values())

@@ -53,12 +53,14 @@ class NamedBarrier:
 class Scan:
     """One block. Coroutines yield what they wait for, or None where another warp may come in between."""
 
-    def __init__(self, seed, erase, decay, half, keep, tail, chunks, wait_twice=False):
+    def __init__(
+        self, seed, erase, decay, half, keep, tail, chunks, wait_twice=False, fences=True, slowest_load=20
+    ):
         self.random = random.Random(seed)
         self.erase, self.keep, self.output, self.tail, self.chunks = erase, keep, not keep, tail, chunks
         self.folded = not half and not decay and self.output
         self.inverter_scores = erase and decay and self.output
-        self.wait_twice = wait_twice
+        self.wait_twice, self.fences, self.slowest_load = wait_twice, fences, slowest_load
         self.keys, self.queries, self.values = 4 if self.output else 3, 3, 2  # buffers
         walkers = WARPS * GROUPS
 
@@ -208,12 +210,25 @@ class Scan:
             if self.keep:
                 yield self.invert_barrier.sync()
 
+    def load(self, index, chunk, done):
+        """A load that has been issued: it may be a while until it reads."""
+        for _ in range(self.random.randrange(self.slowest_load)):
+            yield None
+        assert self.v[index] == chunk
+        done.append(index)
+
     def read_values(self, chunk):
+        """Returns what to wait for until the loads are done."""
         index, parity = self.ring(chunk, self.values)
         yield self.values_full[index].wait(parity)
-        assert self.v[index] == chunk
-        if self.output:
-            self.values_free[index].arrive()
+        done = []
+        self.start(self.load(index, chunk, done))
+        return lambda: bool(done)
+
+    def give_back(self, chunk, loaded):
+        if self.fences:
+            yield loaded
+        self.values_free[chunk % self.values].arrive()
 
     def round_output(self, group, warp, chunk):
         if chunk > 0:
@@ -231,7 +246,8 @@ class Scan:
     def walk(self, group, warp):
         early = self.folded and self.erase
         if early:
-            yield from self.read_values(0)
+            loaded = yield from self.read_values(0)
+            yield from self.give_back(0, loaded)
         for c in range(self.chunks):
             (i, key_parity), (qi, query_parity) = self.ring(c, self.keys), self.ring(c, self.queries)
             j, parity = self.ring(c, 2)
@@ -244,7 +260,7 @@ class Scan:
             assert self.k[i] == c and self.scalars[i] == [c] * WARPS
             if self.keep:
                 yield self.walk_barriers[group].sync()
-                yield from self.read_values(c)
+                yield (yield from self.read_values(c))
             else:
                 if c > 0:
                     yield from self.round_output(group, warp, c - 1)
@@ -253,13 +269,14 @@ class Scan:
                 if c > 0:
                     self.output_full[group].arrive()
                 if not early:
-                    yield from self.read_values(c)
+                    loaded = yield from self.read_values(c)
+                    yield from self.give_back(c, loaded)
             if self.erase:
                 if early:
                     yield self.ready[j].wait(parity)
                 assert self.inverse[j] == [c] * WARPS
                 if early and c + 1 < self.chunks:
-                    yield from self.read_values(c + 1)
+                    loaded = yield from self.read_values(c + 1)
             if self.output:
                 assert self.q[qi] == c
                 self.queries_free[qi].arrive()
@@ -267,6 +284,8 @@ class Scan:
                 assert self.scores[j] == [c] * WARPS
                 if c > 0 and warp == 0:
                     yield from self.send_output(group, c - 1)
+                if early and c + 1 < self.chunks:
+                    yield from self.give_back(c + 1, loaded)
             else:
                 yield self.walk_barriers[group].sync()
             yield None
@@ -305,6 +324,16 @@ def test_a_second_wait_for_a_barrier_that_may_be_a_round_further_is_found():
     with pytest.raises(DeadlockError):
         for seed in range(200):
             Scan(seed, chunks=9, wait_twice=True, **kernel).run()
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_buffers_given_back_before_slow_loads_are_done_are_found(decay):
+    kernel = {"erase": True, "decay": decay, "half": False, "keep": False, "tail": False}
+    for seed in range(6):
+        Scan(seed, chunks=9, slowest_load=400, **kernel).run()
+    with pytest.raises(AssertionError):
+        for seed in range(50):
+            Scan(seed, chunks=9, slowest_load=400, fences=False, **kernel).run()
 
 
 def test_buffers_given_back_too_soon_are_found():

@@ -236,6 +236,7 @@ struct ScalarGradients {
         s.state_full[kept].wait(kept_round);
         s.grad_state_full[kept].wait(kept_round);
         keep_state_product(kept, token.through);
+        fence_async_proxy();  // as give_back()
         s.state_free[kept].arrive();
         s.grad_state_free[kept].arrive();
       }

@@ -104,10 +104,10 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     const auto [i, round] = ring_of<Shared::kValueStages>(c);
     s.values_full[i].wait(round);
     read_values(v, shared_address(s.v[i][group]) + lane_offset);
-    arrive_warp(s.values_free[i]);
   };
   const auto start_from_values = [&](const uint32_t(&v)[4][4], int c) {
     unpack_values<T>(r, v);
+    give_back(s.values_free[c % Shared::kValueStages]);
     const int tokens = static_cast<int>(p.tokens) - c * kC;
     if (tokens < kC) {
 #pragma unroll
@@ -173,8 +173,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       s.values_full[vi].wait(value_ring.round);
       uint32_t v[4][4];
       read_values(v, shared_address(s.v[vi][group]) + lane_offset);
+      if constexpr (kOutput) give_back(s.values_free[vi]);
       unpack_values<T>(written, v);
-      if constexpr (kOutput) arrive_warp(s.values_free[vi]);
       scale_columns(written, scalars.write);
     };
     if constexpr (kKeep) {  // the state while the product runs

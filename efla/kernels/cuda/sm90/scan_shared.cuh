@@ -63,6 +63,14 @@ __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
   if (threadIdx.x % 32 == 0) barrier.arrive();
 }
 
+// The same for a buffer that ordinary loads have read: the copy engine must not refill it before
+// they are done, which takes a fence beside the barrier. (Without it loads that had to wait behind
+// slow ones to global memory read what was copied next; seen where four processes shared a device.)
+__device__ __forceinline__ void give_back(Barrier& barrier) {
+  fence_async_proxy();
+  arrive_warp(barrier);
+}
+
 // Position in a ring of buffers: which one is next, and the parity of its present round.
 template <int kSize>
 struct Ring {

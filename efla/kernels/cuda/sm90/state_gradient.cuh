@@ -181,7 +181,6 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       ldmatrix_x4_transposed(grad_o[n],
                              shared_address(s.grad_o[j][group]) + lane_offset + n * 16 * 128);
     }
-    arrive_warp(kAdvance ? s.grad_o_free[j] : s.grad_o_read[kept]);
     s.triangles_full[j].wait(round_now());
     wait_products<0>();
     pin(u);
@@ -198,6 +197,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
 #pragma unroll
       for (int n = 0; n < 4; ++n) product<T>(u, grad_o[n], b + 2 * n, true);
       commit_products();
+      give_back(kAdvance ? s.grad_o_free[j] : s.grad_o_read[kept]);
       wait_products<0>();
       pin(u);
     }
