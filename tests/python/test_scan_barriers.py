@@ -58,7 +58,7 @@ class Scan:
     ):
         self.random = random.Random(seed)
         self.erase, self.keep, self.output, self.tail, self.chunks = erase, keep, not keep, tail, chunks
-        self.folded = not half and not decay and self.output
+        self.folded = not half and (erase or not decay) and self.output
         self.inverter_scores = erase and decay and self.output
         self.wait_twice, self.fences, self.slowest_load = wait_twice, fences, slowest_load
         self.keys, self.queries, self.values = 4 if self.output else 3, 3, 2  # buffers

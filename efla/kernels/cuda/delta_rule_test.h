@@ -31,7 +31,8 @@ struct Case {
   double slack = 1.0;      // on 16-bit tolerances, where few numbers do not average their roundings
   bool zero_keys = false;  // every fifth
   bool long_keys = false;  // every seventh: 1e10 to 1e38 times as long (half: 100)
-  double beta_slack = 1.0;  // as slack, for beta's gradient alone
+  double beta_slack = 1.0;      // as slack, for beta's gradient alone
+  double strongest_gate = 0.3;  // log decays are uniform in (-this, 0)
 };
 
 inline const std::pair<const char*, Rule> kNamedRules[] = {
@@ -134,7 +135,7 @@ void make(const Case& c, Setup<T>& s) {
   for (auto& e : r.beta) e = uniform(rng);
   if (c.decay) {
     r.log_decay.resize(rows * c.value_heads);
-    for (auto& e : r.log_decay) e = -0.3 * uniform(rng);
+    for (auto& e : r.log_decay) e = -c.strongest_gate * uniform(rng);
   }
   if (c.initial) fill(r.initial_state, r.sequences() * c.value_heads * c.key_dim * c.value_dim);
   s.q = rounded<T>(r.q), s.k = rounded<T>(r.k), s.v = rounded<T>(r.v);

@@ -107,7 +107,8 @@ __device__ __forceinline__ int chunks_of(const Place& p) {
 struct alignas(16) WholeChunk {
   float gate;     // Gamma_C
   int long_rows;  // whether K or Q has rows that are divided by a power of two
-  int wide;       // whether U takes key_out; else A_hat and `erase` have
+  int wide;       // whether U takes key_out (and the state gate); else A_hat and `erase` have
+  float pay;      // what the state behind the chunk takes of the decay that it owes, or 1
 };
 
 // Row of the per-chunk scalars in shared memory, floats [kC]. Those of ScalarRow, without

@@ -14,7 +14,8 @@
 
 namespace efla::cuda::sm90 {
 
-// Factors of a chunk's rows and columns for L_hat and P_hat.
+// Factors of a chunk's rows and columns for L_hat and P_hat; where factors are folded, of chunks
+// that are wide.
 struct RowFactors {
   float query_scale[kC];   // of row t of P_hat
   float column_scale[kC];  // k_hat / k
@@ -60,23 +61,32 @@ __device__ __forceinline__ int own_row(int thread) {
   return thread / 32 * 16 + thread % 32 / 4 + thread % 4 / 2 * 8;
 }
 
-// Starts reading the token of a thread's row for the chunk of buffer `to`, whose first is `token`,
-// ahead of the chunk's tiles. Nobody but the row's threads, of one warp, look at it.
-template <bool kDecay, typename Scratch>
-__device__ __forceinline__ void read_token(const ChunkArgs& a, Scratch& s, int to, int row,
-                                           int token, int end, int hv, int thread) {
-  if (thread % 2 == 0) {
-    const int own = own_row(thread);
-    token += own;
-    const bool exists = token < end;
-    if (!exists) token = 0;  // an address that may be formed
-    copy_async_float(&s.beta[to][own], element<float>(a.beta, row, token, hv), exists);
-    if constexpr (kDecay) {
-      copy_async_float(&s.log_decay[to][own], element<float>(a.log_decay, row, token, hv), exists);
-    }
+// Where the next chunk's tokens are, for one head.
+template <bool kDecay>
+struct TokenSource {
+  const float *beta, *log_decay;
+
+  __device__ __forceinline__ TokenSource(const ChunkArgs& a, const Place& p)
+      : beta(element<float>(a.beta, p.row, p.begin, p.hv)) {
+    if constexpr (kDecay) log_decay = element<float>(a.log_decay, p.row, p.begin, p.hv);
   }
-  commit_copies();
-}
+  // Starts reading the token of a thread's row for the chunk of buffer `to`, ahead of the chunk's
+  // tiles, where there are `left` tokens. Nobody but the row's threads, of one warp, look at it.
+  template <typename Scratch>
+  __device__ __forceinline__ void read(const ChunkArgs& a, Scratch& s, int to, int left,
+                                       int thread) {
+    if (thread % 2 == 0) {
+      const int own = own_row(thread);
+      copy_async_float(&s.beta[to][own], beta + own * a.beta.token, own < left);
+      if constexpr (kDecay) {
+        copy_async_float(&s.log_decay[to][own], log_decay + own * a.log_decay.token, own < left);
+      }
+    }
+    commit_copies();
+    beta += kC * a.beta.token;
+    if constexpr (kDecay) log_decay += kC * a.log_decay.token;
+  }
+};
 
 // A token's scalars for the normalised key: e |k|^2 / |k as stored|, w |k| and the log gate; and,
 // where there is no gate, the quotient w |k| of the first. The key has been divided by `unit`,
@@ -106,14 +116,14 @@ __device__ __forceinline__ HatCoefficients hat_coefficients(const ChunkArgs& a, 
       return {0.f, erase, erase * ratio, ratio};
     }
     const bool exact = a.rule == Rule::kExact;
-    const float rate = exact ? lambda * expf(x.log_decay) : lambda;
-    const float log_gate = exact ? expm1f(x.log_decay) : x.log_decay;
+    const float rate = exact ? lambda * fast_exp(x.log_decay) : lambda;
+    const float log_gate = exact ? -one_minus_exp(-x.log_decay) : x.log_decay;
     const float eta = x.beta * rate - log_gate;
     const float norm = square * root * key_scale;
     // A huge beta still gives 1 / rate.
     const float quotient = eta <= FLT_MAX ? x.beta / eta : 1.f / rate;
-    return {log_gate, -expm1f(-x.beta * rate) * root,
-            eta > 0.f ? -expm1f(-eta) * quotient * norm : x.beta * norm, 1.f};
+    return {log_gate, one_minus_exp(x.beta * rate) * root,
+            eta > 0.f ? one_minus_exp(eta) * quotient * norm : x.beta * norm, 1.f};
   }
   const auto c = key_coefficients(a.rule, x.beta, lambda, unit, kDecay, x.log_decay);
   const float norm = square > 0.f ? square * root * key_scale : 1.f;  // |k|; 1 for a zero key
@@ -180,10 +190,13 @@ __device__ __forceinline__ float own_square(const float (&kk)[32], int warp, int
 }
 
 // Keys of a chunk that all have such squares, or none, differ so little that a triangle in half
-// holds their ratios as well, with steps e |k|^2 up to 2, beyond which nothing is stable. `erase`
-// is e |k|.
-__device__ __forceinline__ bool is_mild(float square, float root, float erase) {
-  return square == 0.f || (square >= 0x1p-12f && square <= 0x1p12f && fabsf(erase) <= 2.f * root);
+// holds their ratios as well, with steps e |k|^2 up to 2, beyond which nothing is stable. With
+// decay w and e differ, and w / e is asked for.
+template <bool kDecay>
+__device__ __forceinline__ bool is_mild(float square, float root, const HatCoefficients& c) {
+  const bool mild =
+      square == 0.f | (square >= 0x1p-12f & square <= 0x1p12f & fabsf(c.erase) <= 2.f * root);
+  return kDecay ? mild & fabsf(c.write) <= 0x1p16f * fabsf(c.erase) : mild;
 }
 
 // Both rows' values of what each thread has for its own.
@@ -202,6 +215,29 @@ __device__ __forceinline__ float own_query_square(const unsigned char* q, int co
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
+// What the stored state has to be multiplied by to be the state (kFoldedFactors). By less than 1
+// only where a chunk decays by more than the one before it: what is added is divided by it, and may
+// be as large as v.
+struct OwedDecay {
+  float decay = 1.f;
+  bool last = false;  // chunk of the walk, which leaves no debt
+};
+inline constexpr float kLeastOwed = 0x1p-24f, kMostOwed = 0x1p96f;
+
+// A power of two that another chunk with this one's decay would use up, or several; and its
+// inverse.
+__device__ __forceinline__ float next_owed(float chunk_gate) {
+  const float next = fminf(fmaxf(0x1p8f / chunk_gate, 0x1p32f), kMostOwed);
+  return __uint_as_float(__float_as_uint(next) & 0x7f800000u);
+}
+__device__ __forceinline__ float inverse_of_power(float x) {
+  return __uint_as_float(0x7f000000u - __float_as_uint(x));
+}
+
+// Of a wide chunk's factors, by which others are divided: smaller ones count as this, and let
+// through what float would round away.
+inline constexpr float kLeast = 0x1p-40f;
+
 // The scalars of one chunk, whose tokens were read to buffer j. False: rows of k, or of q where
 // they are normalised, may have been long and have been shortened; then kk is to be made anew, and
 // this called `again`; `warp` is that of the thread, the same in a register that all share. (To
@@ -211,12 +247,13 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
                                              const float (&kk)[32], unsigned char* k,
                                              unsigned char* q, ChunkScalars& scalars,
                                              float (&query_row)[kC], int j, int tokens,
-                                             bool normed_queries, bool again, int warp,
-                                             int thread) {
-  const int lane = thread % 32, row = own_row(thread);
-  const bool writes = lane % 2 == 0;
+                                             bool normed_queries, bool again, int warp, int thread,
+                                             OwedDecay& owed) {
+  constexpr bool kOwes = kFolded && kDecay;
+  int lane = thread % 32, row = own_row(thread);
+  bool writes = lane % 2 == 0;
   RowFactors& f = s.factors[j];
-  float head = 1.f, tail = 1.f, query = a.scale;
+  float query = a.scale;
   if (thread == 0 && !again) scalars.whole.long_rows = 0;
   bool may = false;
   if (normed_queries) {
@@ -231,11 +268,10 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     const TokenInput token{s.beta[j][row], kDecay ? s.log_decay[j][row] : 0.f};
     c = hat_coefficients<kDecay>(a, token, square, root, again ? s.unit[row] : 1.f);
   }
+  hide_index<kWarpgroup>(thread);  // or addresses are kept across what few tokens need, and spill
+  lane = thread % 32, row = own_row(thread), writes = lane % 2 == 0;
   const float key_out = square > 0.f ? root : a.qk_l2norm ? rsqrtf(1e-6f) : 1.f;
-  if (writes) {
-    f.column_scale[row] = key_out;
-    if constexpr (kScores) f.query_scale[row] = query;
-  }
+  float head = 1.f, tail = 1.f;
   if constexpr (kDecay) {  // inclusive sums over the warp's 16 tokens
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2) {
@@ -244,21 +280,28 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     }
     const float first = __shfl_sync(0xffffffffu, c.log_gate, 28);
     if (lane % 4 >= 2) c.log_gate += first;
-    head = expf(c.log_gate);
-    tail = expf(__shfl_sync(0xffffffffu, c.log_gate, 31) - c.log_gate);
-    if (writes) {
-      f.gate[row] = c.log_gate;
-      f.column_tail[row] = key_out * tail;
-      if constexpr (kScores) f.query_head[row] = query * head;
-    }
+    head = fast_exp(c.log_gate);
     if (lane == 31) f.block_gate[thread / 32] = head;
   }
+  // What L_hat and P_hat are multiplied by, unless factors are folded and the chunk is not wide.
+  const auto store_factors = [&](float query_scale) {
+    if constexpr (kDecay) tail = fast_exp(__shfl_sync(0xffffffffu, c.log_gate, 31) - c.log_gate);
+    if (!writes) return;
+    f.column_scale[row] = key_out;
+    if constexpr (kScores) f.query_scale[row] = query_scale;
+    if constexpr (kDecay) {
+      f.gate[row] = c.log_gate;
+      f.column_tail[row] = key_out * tail;
+      if constexpr (kScores) f.query_head[row] = query_scale * head;
+    }
+  };
+  if constexpr (!kFolded) store_factors(query);
   if (writes) may = may_be_long<T>(square);  // the other of the two has the query
   // The vote tells nvcc that all agree; else it uses no uniform registers from here on.
   const auto any_of = [](bool x) {
     return __any_sync(0xffffffffu, sync_threads_or(kPrepareBarrier, kWarpgroup, x));
   };
-  int any = any_of(may || (kFolded && !is_mild(square, root, c.erase)));
+  int any = any_of(may | (kFolded && !is_mild<kDecay>(square, root, c)));
   if constexpr (kFolded) {
     rows.wide = any;
     if (any) any = any_of(may);
@@ -270,24 +313,59 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     if (thread == 0) scalars.whole.long_rows = shortened;
     return false;
   }
-  if (kFolded && !rows.wide) c.erase *= key_out;
-  share_rows(rows.scale, c.erase, thread);
-  float gate = 1.f, before = 1.f, behind = 1.f;
+  float gate = 1.f, before = 1.f, behind = 1.f, pay = 1.f;
   if constexpr (kDecay) {
-    share_rows(rows.head, c.erase * head, thread);
-    share_rows(rows.gate, c.log_gate, thread);
     const GateFactors factors(f.block_gate);
     before = factors.between(-1, thread / 32) * head;
-    behind = factors.between(thread / 32, 4) * tail;
     gate = factors.between(-1, 4);
+    if constexpr (!kFolded) behind = factors.between(thread / 32, 4) * tail;
+  }
+  if constexpr (kOwes) {
+    const float chunk_gate = gate;
+    before *= owed.decay, gate *= owed.decay;
+    const bool fits = gate >= kLeastOwed && gate <= kMostOwed;
+    rows.wide = __any_sync(0xffffffffu, rows.wide || !fits);
+    owed.decay = gate;
+    if (rows.wide || !(gate >= 1.f && gate <= 0x1p64f) || owed.last) {
+      owed.decay = owed.last ? 1.f : next_owed(chunk_gate);
+      pay = (rows.wide ? 1.f : gate) * inverse_of_power(owed.decay);
+    }
+  }
+  float erase = c.erase * before, write = kFolded ? c.ratio : c.write;
+  if constexpr (kFolded) {
+    if (!rows.wide) {
+      erase = c.erase * key_out;
+      if constexpr (kOwes) write = erase != 0.f ? __fdividef(c.write, c.erase * before) : 0.f;
+      c.erase = erase;
+    } else {
+      if constexpr (kOwes) {  // what lies below kLeast is left out
+        if (c.write != 0.f && fabsf(erase) < kLeast * key_out) erase = kLeast * key_out;
+        write = erase != 0.f ? c.write / erase : 0.f;
+        before = fmaxf(before, kLeast);
+      }
+      store_factors(1.f / before);
+      if constexpr (kOwes) {
+        behind = fmaxf(GateFactors(f.block_gate).between(thread / 32, 4) * tail, kLeast);
+      }
+      sync_prepare();
+    }
+  }
+  share_rows(rows.scale, c.erase, thread);
+  if constexpr (kDecay) {
+    if (!kFolded || rows.wide) {
+      share_rows(rows.head, c.erase * head, thread);
+      share_rows(rows.gate, c.log_gate, thread);
+    }
   }
   if (writes) {
-    scalars.erase[row] = c.erase * before;
-    scalars.write[row] = kFolded ? c.ratio : c.write;
+    scalars.erase[row] = erase;
+    scalars.write[row] = write;
     if constexpr (kScores) query_row[row] = query * before;
     scalars.key_out[row] = key_out * behind;
   }
-  if (thread == 0) scalars.whole.gate = gate, scalars.whole.wide = rows.wide;
+  if (thread == 0) {
+    scalars.whole.gate = gate, scalars.whole.wide = rows.wide, scalars.whole.pay = pay;
+  }
   return true;
 }
 
@@ -371,21 +449,31 @@ __device__ __forceinline__ void store_lower(LowerTriangle& s, const RowFactors& 
 }
 
 // P_hat transposed from kq = K Q^T: rows are keys, columns those of kColumns / 16 blocks of 16
-// queries from `first` on. What lies below its diagonal is zero already. kFolded: without factors.
+// queries from `first` on. What lies below its diagonal is zero already. kFolded: without factors,
+// with decay that part of D which the walk's factors leave over.
 template <typename T, bool kDecay, int kColumns, bool kFolded = false>
-__device__ __forceinline__ void store_scores(const RowFactors& f, const float (&kq)[kColumns / 2],
-                                             unsigned char* scores, int first, int thread) {
+__device__ __forceinline__ void store_scores(const RowFactors& f, const float (&key_out)[kC],
+                                             const float (&kq)[kColumns / 2], unsigned char* scores,
+                                             int first, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane / 4, t4 = lane % 4 * 2;
   const int offset = tile_offset(row, t4) ^ first << 5;
   if (first + kColumns / 16 <= warp) return;
+  constexpr bool kFactors = kDecay || !kFolded;
   float scale[2] = {1.f, 1.f};
-  if constexpr (!kFolded) scale[0] = f.column_scale[row], scale[1] = f.column_scale[row + 8];
+  if constexpr (kFactors) scale[0] = f.column_scale[row], scale[1] = f.column_scale[row + 8];
   const GateFactors gates = kDecay ? GateFactors(f.block_gate) : GateFactors();
   float tail[2] = {}, own[2] = {};
   if constexpr (kDecay) {
     tail[0] = f.column_tail[row], tail[1] = f.column_tail[row + 8];
     own[0] = f.gate[row], own[1] = f.gate[row + 8];
+    if constexpr (kFolded) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float taken = 1.f / key_out[row + 8 * h];
+        scale[h] *= taken, tail[h] *= taken;
+      }
+    }
   }
 #pragma unroll
   for (int b = 0; b < kColumns / 16; ++b) {
@@ -397,7 +485,7 @@ __device__ __forceinline__ void store_scores(const RowFactors& f, const float (&
     for (int i = 0; i < 2; ++i) {
       const int c = 16 * block + 8 * i + t4;
       query[i] = make_float2(1.f, 1.f);
-      if (!kFolded) query[i] = float_pair(kDecay && !same ? f.query_head : f.query_scale, c);
+      if (kFactors) query[i] = float_pair(kDecay && !same ? f.query_head : f.query_scale, c);
       if (kDecay && same) gate[i] = float_pair(f.gate, c);
     }
     const float between = kDecay ? gates.between(warp, block) : 1.f;

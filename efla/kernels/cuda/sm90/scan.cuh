@@ -8,8 +8,8 @@
 //   S^T = Gamma_C S^T + (gate_k U^T) K
 //
 // with the per-token scalars of ScalarRow along the columns (kFoldedFactors: another order of the
-// same). The next chunk's S^T K^T runs while this chunk's output is rounded, which is sent off
-// while that chunk's last products run.
+// same, and S without the decay that it owes). The next chunk's S^T K^T runs while this chunk's
+// output is rounded, which is sent off while that chunk's last products run.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/scan_prepare.cuh"
@@ -23,7 +23,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                                      ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kOutput = Shared::kOutput, kKeep = Shared::kKeep;
-  constexpr bool kFolded = kFoldedFactors<T, kDecay, kWalk>, kFoldedErase = kFolded && kErase;
+  constexpr bool kFolded = kFoldedFactors<T, kErase, kDecay, kWalk>,
+                 kFoldedErase = kFolded && kErase;
   const ChunkArgs& a = args.common;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
@@ -160,7 +161,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     bool wide = true;
     if constexpr (kFoldedErase) {
       wide = __any_sync(0xffffffffu, scalars.whole.wide);
-      if (__any_sync(0xffffffffu, a.qk_l2norm || scalars.whole.long_rows)) {  // else w = e
+      // Else w = e.
+      if (kDecay || __any_sync(0xffffffffu, a.qk_l2norm || scalars.whole.long_rows)) {
         scale_columns(r, scalars.write);
       }
       pin(r);
@@ -227,7 +229,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
         pin(o);
       }
     }
-    if constexpr (kDecay) {
+    if (kDecay && (!kFoldedErase || wide)) {
       const float gate = scalars.whole.gate;
 #pragma unroll
       for (int n = 0; n < kK / 2; ++n) state[n] *= gate;
@@ -281,6 +283,13 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       wait_products<0>();
     }
     pin(state);
+    if constexpr (kDecay && kFoldedErase) {
+      const float pay = scalars.whole.pay;
+      if (__any_sync(0xffffffffu, pay != 1.f)) {
+#pragma unroll
+        for (int n = 0; n < kK / 2; ++n) state[n] *= pay;
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kK / 16; ++n) pack_step<T>(packed[n], &state[8 * n]);
     wait_products<0>();
@@ -342,7 +351,8 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   constexpr bool kWide = kGroups == 2;
   // Registers of the warpgroup that prepares; wide, it shares 128 with the one that inverts.
   constexpr int kPlain = !kErase ? 96 : kWalk == Walk::kKeep ? 72 : 64;
-  constexpr int kPrepare = !kWide ? 152 : kPlain + (kDecay ? 8 : 0);
+  constexpr int kMore = kDecay && !(kErase && kFoldedFactors<T, kErase, kDecay, kWalk>) ? 8 : 0;
+  constexpr int kPrepare = !kWide ? 152 : kPlain + kMore;
   init_barriers<kInverterScores<kErase, kDecay, kWalk>>(s, args.prepared);
   const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const int group = threadIdx.x / kWarpgroup;

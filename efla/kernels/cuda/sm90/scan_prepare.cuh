@@ -28,21 +28,27 @@ __device__ __forceinline__ void clear_values(Shared& s, int c, int tokens, int t
   clear_rows<Shared::kGroups>(s.v[c % kStages], tokens, thread);
 }
 
-// P_hat of the chunk in buffers k, q and j, kColumns at a time; `wait` is called before it is
-// written, while a product runs.
+// P_hat of the chunk in buffers i (k, scalars), qi (q) and j, kColumns at a time; `wait` is called
+// before it is written, while a product runs.
 template <typename T, int kK, bool kDecay, bool kFolded, int kColumns, typename Shared,
           typename Wait>
-__device__ __forceinline__ void make_scores(Shared& s, const unsigned char* k,
-                                            const unsigned char* q, int j, int thread, Wait wait) {
+__device__ __forceinline__ void make_scores(Shared& s, int i, int qi, int j, bool wide, int thread,
+                                            Wait wait) {
+  const auto& key_out = s.scalars[i].key_out;
 #pragma unroll 1
   for (int column = 0; column < kC; column += kColumns) {
     float kq[kColumns / 2];
-    multiply_keys<T, kK, kColumns>(kq, k, q + column * 128);
+    multiply_keys<T, kK, kColumns>(kq, s.k[i][0], s.q[qi][0] + column * 128);
     wait();
     wait_products<0>();
     pin(kq);
-    store_scores<T, kDecay, kColumns, kFolded>(s.scratch.factors[j], kq, s.scores[j], column / 16,
-                                               thread);
+    if (kDecay && (!kFolded || wide)) {
+      store_scores<T, true, kColumns, kFolded>(s.scratch.factors[j], key_out, kq, s.scores[j],
+                                               column / 16, thread);
+    } else {
+      store_scores<T, false, kColumns, kFolded>(s.scratch.factors[j], key_out, kq, s.scores[j],
+                                                column / 16, thread);
+    }
   }
   fence_async_proxy();
 }
@@ -54,18 +60,19 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
                                         const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kScores = !kInverterScores<kErase, kDecay, kWalk>;
-  constexpr bool kFolded = kFoldedFactors<T, kDecay, kWalk>;
+  constexpr bool kFolded = kFoldedFactors<T, kErase, kDecay, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
   const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
   zero_tiles(s.scores, thread);  // below the diagonal they stay zero
-  const int row = static_cast<int>(p.row), hv = p.hv, begin = static_cast<int>(p.begin);
-  const int end = chunks_of(p) > 0 ? static_cast<int>(p.begin + p.tokens) : begin;
-  read_token<kDecay>(a, s.scratch, 0, row, begin, end, hv, thread);
+  OwedDecay owed;
+  const int all = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
+  TokenSource<kDecay> source(a, p);
+  source.read(a, s.scratch, 0, all, thread);
 #pragma unroll 1
-  for (int token = begin; token < end; token += kC) {
+  for (int done = 0; done < all; done += kC) {
     // Or the addresses of all that follows are kept across chunks, and spill.
     hide_index<kWarpgroup>(thread);
-    const int chunk = (token - begin) / kC, tokens = min(kC, end - token);
+    const int chunk = done / kC, tokens = min(kC, all - done);
     const auto ring = ring_of<Shared::kKeyStages>(chunk);
     const auto query_ring = ring_of<Shared::kQueryStages>(chunk);
     const auto out = ring_of<2>(chunk);
@@ -91,17 +98,18 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     }
     float kk[32];
     multiply_keys<T, kK>(kk, s.k[i][0], s.k[i][0]);
-    read_token<kDecay>(a, s.scratch, j ^ 1, row, token + kC, end, hv, thread);
+    source.read(a, s.scratch, j ^ 1, all - done - kC, thread);
     wait_products<0>();
     pin(kk);
     if constexpr (kErase) s.lower_free[j].wait(out.round ^ 1);
     RowScalars rows{};
+    owed.last = all - done <= kC;
     auto& query_row = Shared::kOutput ? s.query[chunk % Shared::kQueryRows] : s.scalars[i].query;
     for (bool again = false;; again = true) {
       pin(kk);  // or nvcc serialises the products (C7511)
       if (make_scalars < T, kK, kDecay, true,
           kFolded && kErase > (rows, a, s.scratch, kk, s.k[i][0], s.q[qi][0], s.scalars[i],
-                               query_row, j, tokens, a.qk_l2norm, again, warp, thread)) {
+                               query_row, j, tokens, a.qk_l2norm, again, warp, thread, owed)) {
         break;
       }
       sync_prepare();
@@ -110,7 +118,11 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     }
     if constexpr (kErase) {
       hide_index<kWarpgroup>(thread);
-      store_lower<kDecay>(s.scratch.lower[j], s.scratch.factors[j], rows, kk, warp, thread);
+      if (kDecay && (!kFolded || rows.wide)) {
+        store_lower<true>(s.scratch.lower[j], s.scratch.factors[j], rows, kk, warp, thread);
+      } else {
+        store_lower<false>(s.scratch.lower[j], s.scratch.factors[j], rows, kk, warp, thread);
+      }
       s.lower_full[i].arrive();
     }
     const auto wait_triangles = [&] { s.triangles_free[j].wait(out.round ^ 1); };
@@ -120,12 +132,11 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     }
     if constexpr (kScores) {
       s.queries_full[qi].wait(query_ring.round);
-      make_scores<T, kK, kDecay, kFolded, kDecay ? 32 : kC>(
-          s, s.k[i][0], s.q[qi][0], j, thread, [&] {
-            // Only once: behind "ready" kKeep's walk, which takes no scores, may be done with this
-            // chunk, and the barrier a round further.
-            if constexpr (kErase && Shared::kOutput) wait_triangles();
-          });
+      make_scores<T, kK, kDecay, kFolded, kDecay ? 32 : kC>(s, i, qi, j, rows.wide, thread, [&] {
+        // Only once: behind "ready" kKeep's walk, which takes no scores, may be done with this
+        // chunk, and the barrier a round further.
+        if constexpr (kErase && Shared::kOutput) wait_triangles();
+      });
       arrive_warp(s.queries_free[qi]);
     }
     arrive_warp(s.keys_free[i]);
@@ -153,7 +164,7 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
                                                 bool values) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kScores = kInverterScores<kErase, kDecay, kWalk>;
-  constexpr bool kFolded = kFoldedFactors<T, kDecay, kWalk>;
+  constexpr bool kFolded = kFoldedFactors<T, kErase, kDecay, kWalk>;
   const ChunkArgs& a = args.common;
   int thread = threadIdx.x % kWarpgroup;
   const int chunks = chunks_of(p);
@@ -201,7 +212,8 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
       s.ready[j].arrive();
       if constexpr (kScores) {
         s.queries_full[qi].wait(query_ring.round);
-        make_scores<T, kK, kDecay, kFolded, 32>(s, s.k[i][0], s.q[qi][0], j, thread, [] {});
+        const bool wide = __any_sync(0xffffffffu, s.scalars[i].whole.wide);
+        make_scores<T, kK, kDecay, kFolded, kFolded ? kC : 32>(s, i, qi, j, wide, thread, [] {});
         arrive_warp(s.scores_ready[j]);
         arrive_warp(s.keys_free[i]);
         arrive_warp(s.queries_free[qi]);
@@ -277,11 +289,11 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
   zero_tiles(s.inverse, thread);
   zero_tiles(s.scores, thread);
   Ring<PrepareShared<kK>::kKeyStages> ring;
-  const int row = static_cast<int>(p.row), hv = p.hv;
-  int token = static_cast<int>(p.begin), left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
+  OwedDecay owed;
+  int left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
   int chunk = 0;
-  const int end = token + left;
-  read_token<kDecay>(a, s.scratch, 0, row, token, end, hv, thread);
+  TokenSource<kDecay> source(a, p);
+  source.read(a, s.scratch, 0, left, thread);
   float kk[32];
   // Starts K K^T of the ring's chunk.
   const auto start = [&](int tokens) {
@@ -309,22 +321,21 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
     const int i = ring.index, j = chunk % 2;
     const int tokens = min(kC, left);
     left -= kC;
-    token += kC;
     if (elect_one(thread)) wait_stores_read<0>();  // all know behind make_scalars' barrier
     unsigned char *k = s.k[i][0], *q = s.q[i][0];
     RowScalars rows{};
     for (bool again = false;; again = true) {
       pin(kk);  // or nvcc serialises the products (C7511)
-      if (make_scalars<T, kK, kDecay, true, false>(rows, a, s.scratch, kk, k, q, s.scalars,
-                                                   s.scalars.query, j, tokens,
-                                                   a.qk_l2norm && a.scores, again, warp, thread)) {
+      if (make_scalars<T, kK, kDecay, true, false>(
+              rows, a, s.scratch, kk, k, q, s.scalars, s.scalars.query, j, tokens,
+              a.qk_l2norm && a.scores, again, warp, thread, owed)) {
         break;
       }
       sync_prepare();
       multiply_keys<T, kK>(kk, k, k);
       wait_products<0>();
     }
-    read_token<kDecay>(a, s.scratch, j ^ 1, row, token, end, hv, thread);
+    source.read(a, s.scratch, j ^ 1, left, thread);
     if constexpr (kErase) {
       store_lower<kDecay>(s.scratch.lower[0], s.scratch.factors[j], rows, kk, warp, thread);
     }
@@ -333,7 +344,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
       multiply_keys<T, kK>(kq, k, q);
       wait_products<0>();
       pin(kq);
-      store_scores<T, kDecay, kC>(s.scratch.factors[j], kq, s.scores, 0, thread);
+      store_scores<T, kDecay, kC>(s.scratch.factors[j], s.scalars.key_out, kq, s.scores, 0, thread);
     }
     arrive_warp(s.keys_free[i]);
     if (a.scores) arrive_warp(s.queries_free[i]);

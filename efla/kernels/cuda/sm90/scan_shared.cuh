@@ -99,8 +99,14 @@ inline constexpr bool kInverterScores = kErase&& kDecay&& kWalk == Walk::kOutput
 // with U as S takes it: P_hat's tile holds tril(Q K^T)^T, `write` w / e, and what subtracts S^T K^T
 // starts from v. Where keys are mild (is_mild()), k_hat / k is in A_hat and `erase`. Half could
 // overflow.
-template <typename T, bool kDecay, Walk kWalk>
-inline constexpr bool kFoldedFactors = kIsBfloat16<T> && !kDecay && kWalk == Walk::kOutput;
+// With decay the same holds of S_t / E_t, where E_t is the decay from some token on up to t: it
+// obeys the rule without decay with w / E_t in the place of w, and E_t q_t in that of q_t. So S is
+// stored without what it owes (OwedDecay), and pays before E_t becomes too small. Chunks that are
+// not mild, in their keys or because they decay by more than there is room for, have the decay
+// inside in L_hat and P_hat, and take over what is owed.
+template <typename T, bool kErase, bool kDecay, Walk kWalk>
+inline constexpr bool kFoldedFactors = kIsBfloat16<T> &&
+                                       (kErase || !kDecay) && kWalk == Walk::kOutput;
 
 template <bool kInverterReads, typename Shared>
 __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {

@@ -63,13 +63,30 @@ std::vector<Case> cases() {
   all.push_back({"Head8", 2, 200, 2, 4, 8, 8, Rule::kExact, false, false, true, {}, 1.0, 2.0});
   all.push_back({"Head48NoState", 1, 330, 1, 1, 48, 48, Rule::kExact, false, false, false});
   all.push_back({"Head120ManyTiles", 40, 70, 2, 4, 120, 120});
-  // beta's gradient comes from a few tokens there: with bfloat16 operands and an exact inverse it
-  // is wrong by 2e-3 to 2e-2, by the draw. All else keeps the bounds.
+  // beta's gradient comes from a few tokens there: half of its square sum from 1 of 256 numbers in
+  // "Norms", 3 of 1040 in "SomeMildNorms" (39 of 1400 in "Long"). With bfloat16 operands and an
+  // exact inverse the first is wrong by 2e-3 to 2e-2, by the draw; the second, split, was
+  // by 6.2e-3. All else keeps the bounds.
   for (Case& c : all) {
     if (c.name == "Norms") c.beta_slack = 4.0;
+    if (c.name == "SomeMildNorms") c.beta_slack = 2.0;
   }
   all.push_back({"ZeroKeys", 1, 200, 1, 2, 128, 128});
   all.back().zero_keys = true;
+  // The forward leaves decays to what comes later (kFoldedFactors): over many chunks, gates that
+  // take all there is room for in a chunk, that take more in every chunk or in some, keys at the
+  // edge of what is mild.
+  for (const auto& [name, rule, gate, spread] : {std::tuple{"ManyChunks", Rule::kExact, 0.3, 1.0},
+                                                 {"StrongGates", Rule::kExact, 3.0, 1.0},
+                                                 {"StrongGatesLog", Rule::kExactLog, 1.5, 1.0},
+                                                 {"SomeStrongGates", Rule::kExactLog, 2.0, 1.0},
+                                                 {"StrongestGates", Rule::kEuler, 6.0, 1.0},
+                                                 {"SomeMildNormsDecay", Rule::kExactLog, 0.3, 4.2},
+                                                 {"NormsStrongGates", Rule::kExact, 2.0, 6.0}}) {
+    all.push_back(
+        {name, 1, 1100, 1, 1, 128, 128, rule, true, rule == Rule::kEuler, true, {}, spread});
+    all.back().strongest_gate = gate;
+  }
   for (const Case& c : {Case{"LongKeys", 1, 300, 1, 2, 128, 128},
                         Case{"LongKeysDecay", 1, 300, 2, 2, 128, 128, Rule::kExact, true},
                         Case{"LongKeysNarrow", 1, 300, 2, 2, 64, 64, Rule::kExactLog, true},
