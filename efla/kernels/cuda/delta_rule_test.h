@@ -33,6 +33,7 @@ struct Case {
   bool long_keys = false;  // every seventh: 1e10 to 1e38 times as long (half: 100)
   double beta_slack = 1.0;      // as slack, for beta's gradient alone
   double strongest_gate = 0.3;  // log decays are uniform in (-this, 0)
+  bool tiny_betas = false;      // every third: the smallest floats there are
 };
 
 inline const std::pair<const char*, Rule> kNamedRules[] = {
@@ -132,7 +133,10 @@ void make(const Case& c, Setup<T>& s) {
   }
   fill(r.v, rows * c.value_heads * c.value_dim);
   r.beta.resize(rows * c.value_heads);
-  for (auto& e : r.beta) e = uniform(rng);
+  for (size_t i = 0; i < r.beta.size(); ++i) {
+    r.beta[i] = uniform(rng);
+    if (c.tiny_betas && i % 3 == 1) r.beta[i] = 4e-44;
+  }
   if (c.decay) {
     r.log_decay.resize(rows * c.value_heads);
     for (auto& e : r.log_decay) e = -c.strongest_gate * uniform(rng);

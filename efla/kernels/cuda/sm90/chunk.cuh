@@ -105,7 +105,7 @@ __device__ __forceinline__ int chunks_of(const Place& p) {
 
 // Of a whole chunk; also copied without the rest.
 struct alignas(16) WholeChunk {
-  float gate;     // Gamma_C
+  float gate;     // Gamma_C, and of a wide chunk in the forward what was owed before it
   int long_rows;  // whether K or Q has rows that are divided by a power of two
   int wide;       // whether U takes key_out (and the state gate); else A_hat and `erase` have
   float pay;      // what the state behind the chunk takes of the decay that it owes, or 1

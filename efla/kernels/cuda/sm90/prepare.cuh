@@ -2,7 +2,7 @@
 // (scan_prepare.cuh says by whom).
 //
 //   L_hat_ti = e_hat_t D_ti (k_hat_t . k_hat_i), i < t        A_hat = (I + L_hat)^-1
-//   (forward in bfloat16 without decay: both times |k_i| / |k_t| where keys are mild, below)
+//   (forward in bfloat16: without D, and both times |k_i| / |k_t|, where chunks are mild, below)
 //   P_hat_ti = scale D_ti (q_t . k_hat_i), i <= t      (its tile holds P_hat^T)
 //
 // as in the portable chunk_prepare.cuh (same notation), from tiles that are in shared memory
@@ -61,7 +61,7 @@ __device__ __forceinline__ int own_row(int thread) {
   return thread / 32 * 16 + thread % 32 / 4 + thread % 4 / 2 * 8;
 }
 
-// Where the next chunk's tokens are, for one head.
+// Where the next chunk's tokens are, for one head. Beyond the last one nothing is read from there.
 template <bool kDecay>
 struct TokenSource {
   const float *beta, *log_decay;
@@ -194,6 +194,7 @@ __device__ __forceinline__ float own_square(const float (&kk)[32], int warp, int
 // decay w and e differ, and w / e is asked for.
 template <bool kDecay>
 __device__ __forceinline__ bool is_mild(float square, float root, const HatCoefficients& c) {
+  // Without branches, which cost more here than the comparisons they save.
   const bool mild =
       square == 0.f | (square >= 0x1p-12f & square <= 0x1p12f & fabsf(c.erase) <= 2.f * root);
   return kDecay ? mild & fabsf(c.write) <= 0x1p16f * fabsf(c.erase) : mild;
@@ -215,17 +216,16 @@ __device__ __forceinline__ float own_query_square(const unsigned char* q, int co
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// What the stored state has to be multiplied by to be the state (kFoldedFactors). By less than 1
-// only where a chunk decays by more than the one before it: what is added is divided by it, and may
-// be as large as v.
+// What the stored state has to be multiplied by to be the state (kFoldedFactors): 1 at first, and
+// a power of two where it has just paid. What is added is divided by it, and what is read
+// multiplied, so its range takes from that of v at both ends.
 struct OwedDecay {
   float decay = 1.f;
   bool last = false;  // chunk of the walk, which leaves no debt
 };
-inline constexpr float kLeastOwed = 0x1p-24f, kMostOwed = 0x1p96f;
+inline constexpr float kLeastOwed = 0x1p-24f, kMostOwed = 0x1p64f;
 
-// A power of two that another chunk with this one's decay would use up, or several; and its
-// inverse.
+// Enough for another chunk that decays like this one, or for some that hardly do; and its inverse.
 __device__ __forceinline__ float next_owed(float chunk_gate) {
   const float next = fminf(fmaxf(0x1p8f / chunk_gate, 0x1p32f), kMostOwed);
   return __uint_as_float(__float_as_uint(next) & 0x7f800000u);
@@ -234,9 +234,9 @@ __device__ __forceinline__ float inverse_of_power(float x) {
   return __uint_as_float(0x7f000000u - __float_as_uint(x));
 }
 
-// Of a wide chunk's factors, by which others are divided: smaller ones count as this, and let
-// through what float would round away.
-inline constexpr float kLeast = 0x1p-40f;
+// Of a wide chunk's factors, by which others are divided: smaller ones count as this. A decay below
+// it so lets through 2^-40 of what came before.
+inline constexpr float kLeastFactor = 0x1p-40f;
 
 // The scalars of one chunk, whose tokens were read to buffer j. False: rows of k, or of q where
 // they are normalised, may have been long and have been shortened; then kk is to be made anew, and
@@ -283,7 +283,8 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     head = fast_exp(c.log_gate);
     if (lane == 31) f.block_gate[thread / 32] = head;
   }
-  // What L_hat and P_hat are multiplied by, unless factors are folded and the chunk is not wide.
+  // What L_hat and P_hat are multiplied by, unless factors are folded and the chunk is not wide;
+  // and `tail`, which nothing else needs.
   const auto store_factors = [&](float query_scale) {
     if constexpr (kDecay) tail = fast_exp(__shfl_sync(0xffffffffu, c.log_gate, 31) - c.log_gate);
     if (!writes) return;
@@ -326,7 +327,9 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     const bool fits = gate >= kLeastOwed && gate <= kMostOwed;
     rows.wide = __any_sync(0xffffffffu, rows.wide || !fits);
     owed.decay = gate;
-    if (rows.wide || !(gate >= 1.f && gate <= 0x1p64f) || owed.last) {
+    // Or another chunk like this one would not fit.
+    const bool goes_on = gate >= 1.f && gate * chunk_gate >= kLeastOwed && gate <= 0x1p48f;
+    if (rows.wide || !goes_on || owed.last) {
       owed.decay = owed.last ? 1.f : next_owed(chunk_gate);
       pay = (rows.wide ? 1.f : gate) * inverse_of_power(owed.decay);
     }
@@ -335,17 +338,21 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
   if constexpr (kFolded) {
     if (!rows.wide) {
       erase = c.erase * key_out;
-      if constexpr (kOwes) write = erase != 0.f ? __fdividef(c.write, c.erase * before) : 0.f;
+      if constexpr (kOwes) {
+        const float over = c.erase * before;  // can vanish where erase does not
+        write = over != 0.f ? __fdividef(c.write, over) : 0.f;
+      }
       c.erase = erase;
     } else {
-      if constexpr (kOwes) {  // what lies below kLeast is left out
-        if (c.write != 0.f && fabsf(erase) < kLeast * key_out) erase = kLeast * key_out;
+      if constexpr (kOwes) {
+        const float least = kLeastFactor * key_out;
+        if (c.write != 0.f && fabsf(erase) < least) erase = least;
         write = erase != 0.f ? c.write / erase : 0.f;
-        before = fmaxf(before, kLeast);
+        before = fmaxf(before, kLeastFactor);
       }
       store_factors(1.f / before);
       if constexpr (kOwes) {
-        behind = fmaxf(GateFactors(f.block_gate).between(thread / 32, 4) * tail, kLeast);
+        behind = fmaxf(GateFactors(f.block_gate).between(thread / 32, 4) * tail, kLeastFactor);
       }
       sync_prepare();
     }

@@ -55,8 +55,9 @@ struct Barrier {
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Orders ordinary writes to shared memory before later reads by the copy engine and the tensor
-// cores; each writing thread calls it before the barrier that hands the data over.
+// Orders ordinary accesses to shared memory before later ones by the copy engine and the tensor
+// cores; each thread that has written, or read what is then refilled, calls it before the barrier
+// that hands the data over.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -175,8 +175,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       s.values_full[vi].wait(value_ring.round);
       uint32_t v[4][4];
       read_values(v, shared_address(s.v[vi][group]) + lane_offset);
-      if constexpr (kOutput) give_back(s.values_free[vi]);
       unpack_values<T>(written, v);
+      if constexpr (kOutput) give_back(s.values_free[vi]);
       scale_columns(written, scalars.write);
     };
     if constexpr (kKeep) {  // the state while the product runs

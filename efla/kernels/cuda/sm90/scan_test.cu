@@ -87,6 +87,10 @@ std::vector<Case> cases() {
         {name, 1, 1100, 1, 1, 128, 128, rule, true, rule == Rule::kEuler, true, {}, spread});
     all.back().strongest_gate = gate;
   }
+  // Beside strong gates w / E of such a token has no divisor left.
+  all.push_back({"TinyBetas", 1, 300, 1, 2, 128, 128, Rule::kExactLog, true});
+  all.back().tiny_betas = true;
+  all.back().strongest_gate = 1.0;
   for (const Case& c : {Case{"LongKeys", 1, 300, 1, 2, 128, 128},
                         Case{"LongKeysDecay", 1, 300, 2, 2, 128, 128, Rule::kExact, true},
                         Case{"LongKeysNarrow", 1, 300, 2, 2, 64, 64, Rule::kExactLog, true},
