@@ -4,11 +4,11 @@
   python bench/owed_decay.py [--most 64] [--least -24] [--late]
 
 One head, 13 chunks of 64 tokens, K = 32, V = 16: the formulas of make_scalars() in
-efla/kernels/cuda/sm90/prepare.cuh and of the walk behind it, in float32 with operands rounded to bfloat16 (the
-inverse is exact before that), beside the recurrence in double precision, for three rules, kinds of gates and of
-key norms; some betas are subnormal. Prints relative RMS errors of o and of the final state, and how many chunks
-were wide. --most and --least are the powers of two between which a decay is owed; --late pays only below 1, not
-when another chunk like this one would not fit. Needs numpy; no GPU.
+efla/kernels/cuda/sm90/chunk_scalars.cuh and of the walk behind it, in float32 with operands rounded to bfloat16
+(the inverse is exact before that), beside the recurrence in double precision, for three rules, kinds of gates
+and of key norms; some betas are subnormal. Prints relative RMS errors of o and of the final state, and how many
+chunks were wide. --most and --least are the powers of two between which a decay is owed; --late pays only below
+1, not when another chunk like this one would not fit. Needs numpy; no GPU.
 """
 
 import argparse
