@@ -77,7 +77,8 @@ def main():
         if passed + bad + skipped
     )
     verdict = "PASSED" if ran and not failed else "FAILED"
-    print(f"\ngpu tests on {device}: {text or 'nothing ran'}; {seconds} s; logs {folder}: {verdict}")
+    print(f"logs: {folder}", file=sys.stderr)
+    print(f"\ngpu tests on {device}: {text or 'nothing ran'}; {seconds} s: {verdict}")
     return verdict != "PASSED"
 
 
