@@ -121,34 +121,28 @@ EFLA_HOST_DEVICE StepCoefficients<T> long_step_coefficients(Rule rule, T beta, T
           internal::long_write(beta, a, lambda, -minus_delta, unit).value};
 }
 
-/// The chain rule through it, from dL/d(g, e', w') to dL/d(beta, lambda', log_decay). The gradient
-/// of beta, which may be of order p^2, is bounded by the largest finite number.
+/// Its partial derivatives, by beta, lambda' and log_decay.
 template <typename T>
-EFLA_HOST_DEVICE StepInputGradients<T> long_step_coefficients_backward(Rule rule, T beta, T lambda,
-                                                                       T unit, bool has_decay,
-                                                                       T log_decay,
-                                                                       StepCoefficients<T> grad) {
-  using internal::bounded;
+EFLA_HOST_DEVICE StepSlopes<T> long_step_slopes(Rule rule, T beta, T lambda, T unit,
+                                                bool has_decay, T log_decay) {
   if (!has_decay) {
     const auto erase = internal::long_erase(beta, lambda, unit);
-    const T both = grad.erase + grad.write / unit;
-    return {bounded(both * erase.strength), both * erase.lambda, T(0)};
+    return {{erase.strength, erase.lambda, T(0)},
+            {erase.strength / unit, erase.lambda / unit, T(0)},
+            T(0)};
   }
   if (rule == Rule::kExactLog) {
     const auto erase = internal::long_erase(beta, lambda, unit);
     const auto write = internal::long_write(beta, T(1), lambda, -log_decay, unit);
-    return {bounded(bounded(grad.erase * erase.strength) + bounded(grad.write * write.beta)),
-            grad.erase * erase.lambda + grad.write * write.lambda,
-            grad.log_gate - grad.write * write.extra};
+    return {{erase.strength, erase.lambda, T(0)}, {write.beta, write.lambda, -write.extra}, T(1)};
   }
   // d/dg of (a beta, a lambda, 1 - a) is (a beta, a lambda, -a).
   const T a = std::exp(log_decay);
   const auto erase = internal::long_erase(a * beta, lambda, unit);
   const auto write = internal::long_write(beta, a, lambda, -std::expm1(log_decay), unit);
-  return {bounded(bounded(grad.erase * (a * erase.strength)) + bounded(grad.write * write.beta)),
-          grad.erase * erase.lambda + grad.write * write.lambda,
-          grad.log_gate * a + grad.erase * erase.log_strength +
-              grad.write * (lambda * write.lambda - a * write.extra)};
+  return {{a * erase.strength, erase.lambda, erase.log_strength},
+          {write.beta, write.lambda, lambda * write.lambda - a * write.extra},
+          a};
 }
 
 /// step_coefficients for a key divided by `unit`, 1 for all but long keys.
@@ -159,15 +153,41 @@ EFLA_HOST_DEVICE StepCoefficients<T> key_coefficients(Rule rule, T beta, T lambd
                       : long_step_coefficients(rule, beta, lambda, unit, has_decay, log_decay);
 }
 
-/// step_coefficients_backward for a key divided by `unit`.
+/// step_slopes for a key divided by `unit`.
+template <typename T>
+EFLA_HOST_DEVICE StepSlopes<T> key_slopes(Rule rule, T beta, T lambda, T unit, bool has_decay,
+                                          T log_decay) {
+  return unit == T(1) ? step_slopes(rule, beta, lambda, has_decay, log_decay)
+                      : long_step_slopes(rule, beta, lambda, unit, has_decay, log_decay);
+}
+
+/// step_gradients for such a key. The gradient of beta, which may be of order unit^2, is bounded by
+/// the largest finite number.
+template <typename T>
+EFLA_HOST_DEVICE StepInputGradients<T> key_gradients(const StepSlopes<T>& slopes,
+                                                     StepCoefficients<T> grad) {
+  using internal::bounded;
+  StepInputGradients<T> out = step_gradients(slopes, grad);
+  out.beta = bounded(bounded(grad.erase * slopes.erase.beta) +
+                     bounded(grad.write * slopes.write.beta));
+  return out;
+}
+
+/// long_step_coefficients' and key_coefficients' chain rules, as step_coefficients_backward.
+template <typename T>
+EFLA_HOST_DEVICE StepInputGradients<T> long_step_coefficients_backward(Rule rule, T beta, T lambda,
+                                                                       T unit, bool has_decay,
+                                                                       T log_decay,
+                                                                       StepCoefficients<T> grad) {
+  return key_gradients(long_step_slopes(rule, beta, lambda, unit, has_decay, log_decay), grad);
+}
+
 template <typename T>
 EFLA_HOST_DEVICE StepInputGradients<T> key_coefficients_backward(Rule rule, T beta, T lambda,
                                                                  T unit, bool has_decay,
                                                                  T log_decay,
                                                                  StepCoefficients<T> grad) {
-  return unit == T(1) ? step_coefficients_backward(rule, beta, lambda, has_decay, log_decay, grad)
-                      : long_step_coefficients_backward(rule, beta, lambda, unit, has_decay,
-                                                        log_decay, grad);
+  return key_gradients(key_slopes(rule, beta, lambda, unit, has_decay, log_decay), grad);
 }
 
 }  // namespace efla

@@ -242,40 +242,47 @@ EFLA_HOST_DEVICE StepCoefficients<T> step_coefficients(Rule rule, T beta, T lamb
   return {T(0), T(0), T(0)};
 }
 
-/// The chain rule through `step_coefficients`: given dL/d(log_gate, erase, write), returns
-/// dL/d(beta, lambda, log_decay) (docs/mathematics.md, "Gradients").
+/// The partial derivatives of the coefficients; what is not there is zero.
 template <typename T>
-EFLA_HOST_DEVICE StepInputGradients<T> step_coefficients_backward(Rule rule, T beta, T lambda,
-                                                                  bool has_decay, T log_decay,
-                                                                  StepCoefficients<T> grad) {
+struct StepSlopes {
+  StepInputGradients<T> erase, write;  // de, dw by each of the inputs
+  T log_gate;                          // dg by log_decay
+};
+
+/// Those of `step_coefficients` (docs/mathematics.md, "Gradients"), finite for finite input.
+template <typename T>
+EFLA_HOST_DEVICE StepSlopes<T> step_slopes(Rule rule, T beta, T lambda, bool has_decay,
+                                           T log_decay) {
   const T g = has_decay ? log_decay : T(0);
-  if (key_overflows(rule, lambda)) beta = lambda = grad.erase = grad.write = T(0);
-  const T both = grad.erase + grad.write;
-  StepInputGradients<T> out{T(0), T(0), T(0)};
+  const T gate = has_decay ? T(1) : T(0);
+  StepSlopes<T> out{{T(0), T(0), T(0)}, {T(0), T(0), T(0)}, gate};
+  if (key_overflows(rule, lambda)) {
+    if (rule == Rule::kExact && has_decay) out.log_gate = std::exp(g);
+    return out;
+  }
   switch (rule) {
     case Rule::kLinear:
-      out.beta = grad.write;
-      out.log_decay = grad.log_gate;
+      out.write.beta = T(1);
       break;
     case Rule::kEuler:
-      out.beta = both;
-      out.log_decay = grad.log_gate;
+      out.erase.beta = out.write.beta = T(1);
       break;
     case Rule::kRk2:
-      out.beta = both * internal::exp_series<1, 1>(beta * lambda);
-      out.lambda = both * (beta * beta * T(-0.5));
+      out.erase.beta = internal::exp_series<1, 1>(beta * lambda);
+      out.erase.lambda = beta * beta * T(-0.5);
+      out.write = out.erase;
       break;
     case Rule::kRk4: {
       const T x = beta * lambda;
-      out.beta = both * internal::exp_series<1, 3>(x);
-      out.lambda = both * (beta * beta * T(-0.5) * internal::phi_derivative_series<1, 2>(x));
+      out.erase.beta = internal::exp_series<1, 3>(x);
+      out.erase.lambda = beta * beta * T(-0.5) * internal::phi_derivative_series<1, 2>(x);
+      out.write = out.erase;
       break;
     }
     case Rule::kExact: {
       if (!has_decay) {
         const auto term = internal::flow_term_slopes(beta, lambda, T(0));
-        out.beta = both * term.beta;
-        out.lambda = both * term.rate;
+        out.erase = out.write = {term.beta, term.rate, T(0)};
         break;
       }
       const T a = std::exp(g);
@@ -283,23 +290,38 @@ EFLA_HOST_DEVICE StepInputGradients<T> step_coefficients_backward(Rule rule, T b
       const auto erase = internal::flow_term_slopes(strength, lambda, T(0));
       const auto write = internal::flow_term_slopes(beta, rate, -std::expm1(g));
       // d/dg of (a beta, a lambda, 1 - a) is (a beta, a lambda, -a).
-      out.beta = grad.erase * (a * erase.beta) + grad.write * write.beta;
-      out.lambda = grad.erase * erase.rate + grad.write * (a * write.rate);
-      out.log_decay = grad.log_gate * a + grad.erase * (strength * erase.beta) +
-                      grad.write * (rate * write.rate - a * write.extra);
+      out.erase = {a * erase.beta, erase.rate, strength * erase.beta};
+      out.write = {write.beta, a * write.rate, rate * write.rate - a * write.extra};
+      out.log_gate = a;
       break;
     }
     case Rule::kExactLog: {
       const auto erase = internal::flow_term_slopes(beta, lambda, T(0));
       const auto write = internal::flow_term_slopes(beta, lambda, -g);
-      out.beta = grad.erase * erase.beta + grad.write * write.beta;
-      out.lambda = grad.erase * erase.rate + grad.write * write.rate;
-      out.log_decay = grad.log_gate - grad.write * write.extra;
+      out.erase = {erase.beta, erase.rate, T(0)};
+      out.write = {write.beta, write.rate, has_decay ? -write.extra : T(0)};
       break;
     }
   }
-  if (!has_decay) out.log_decay = T(0);
   return out;
+}
+
+/// The chain rule through `step_coefficients`: given dL/d(log_gate, erase, write), returns
+/// dL/d(beta, lambda, log_decay).
+template <typename T>
+EFLA_HOST_DEVICE StepInputGradients<T> step_gradients(const StepSlopes<T>& slopes,
+                                                      StepCoefficients<T> grad) {
+  return {grad.erase * slopes.erase.beta + grad.write * slopes.write.beta,
+          grad.erase * slopes.erase.lambda + grad.write * slopes.write.lambda,
+          grad.log_gate * slopes.log_gate + grad.erase * slopes.erase.log_decay +
+              grad.write * slopes.write.log_decay};
+}
+
+template <typename T>
+EFLA_HOST_DEVICE StepInputGradients<T> step_coefficients_backward(Rule rule, T beta, T lambda,
+                                                                  bool has_decay, T log_decay,
+                                                                  StepCoefficients<T> grad) {
+  return step_gradients(step_slopes(rule, beta, lambda, has_decay, log_decay), grad);
 }
 
 }  // namespace efla

@@ -25,7 +25,11 @@ enum ScalarRow : int {
   kScanRows,     // the scans load the rows above; those below they read where a row is long
   kKeyUnit = kScanRows,  // the power of two of each key
   kQueryUnit,
-  kScalarRows
+  kScalarRows,
+  // On Hopper, in the place of kKeyUnit and kQueryUnit, for its backward: |k|^2 and, with l2
+  // normalisation, |q|^2 as stored.
+  kKeySquare = kKeyUnit,
+  kQuerySquare = kQueryUnit
 };
 
 // Arguments of the chunk kernels, by value. Workspaces are indexed by chunk slot (`locate`).

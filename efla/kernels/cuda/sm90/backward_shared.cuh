@@ -105,7 +105,9 @@ struct BackwardShared {
   Barrier cleared;  // zeros in place of what lies behind the sequence
   // With decay: B + B^T, and what its sums leave in pairs[0] and columns[0]; zk; sums.
   Barrier lower_full, lower_free, erased_full, sums_free;
-  float states[kScalarWarps];  // parts of Gamma_C <S, dS>
+  // Parts of <S, dS> of the states on both sides of a chunk, by warp of the chain; of alternate
+  // chunks.
+  float state_dots[2][4 * kTiles];
 };
 
 template <int kDim>

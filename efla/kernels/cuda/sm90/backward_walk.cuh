@@ -81,7 +81,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
   constexpr int kOtherWarps = kAdvance ? 0 : kScalarWarps;
   constexpr bool kLower = kErase && kDecay && !kAdvance;  // the chain makes B + B^T
   constexpr int kLowerWarps = kLower ? kChainWarps : 0;
-  constexpr int kDots = kDecay ? 32 * kScalarWarps : 0;  // threads that read both states
+  constexpr int kDotWarps = kDecay && !kAdvance ? kChainWarps : 0;  // the chain reads S, too
   for (int i = 0; i < Shared::kStages; ++i) {
     s.tokens_full[i].init(1);
     s.tokens_free[i].init(kChainWarps + kTokenWarps + kOtherWarps);
@@ -96,8 +96,8 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
   }
   for (int i = 0; i < Shared::kKept; ++i) {
     s.u_full[i].init(1), s.u_free[i].init(4 + kLowerWarps);
-    s.state_full[i].init(1), s.state_free[i].init(4 + kDots);
-    s.grad_state_full[i].init(kChain), s.grad_state_free[i].init(4 + kDots);
+    s.state_full[i].init(1), s.state_free[i].init(4 + kDotWarps);
+    s.grad_state_full[i].init(kChain), s.grad_state_free[i].init(4);
     s.grad_r_full[i].init(kChain);
     s.grad_r_free[i].init(4 + kLowerWarps + 32 * kScalarWarps);
     s.write_dot_full[i].init(kChain);

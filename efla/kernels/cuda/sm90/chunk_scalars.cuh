@@ -130,7 +130,8 @@ struct RowScalars {
   float scale[2];  // e |k|, of row t of L_hat
   float head[2];   // the same, and the decay from before these 16 tokens
   float gate[2];
-  int wide = 1;  // see WholeChunk
+  int wide = 1;                   // see WholeChunk
+  float key_square, query_square;  // of own_row(), the latter where it was asked for
 };
 
 // D_ti for t and i of different blocks of 16 is the decay from the head of t's block to t, times
@@ -197,6 +198,15 @@ __device__ __forceinline__ float own_query_square(const unsigned char* q, int co
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
+// Leaves the squares of own_row() in a chunk's scalars in the workspace.
+__device__ __forceinline__ void keep_squares(const ChunkArgs& a, int64_t place,
+                                             const RowScalars& rows, int thread) {
+  if (thread % 2 != 0) return;
+  float* to = a.scalars + place * kScalarRows * kC + own_row(thread);
+  to[kKeySquare * kC] = rows.key_square;
+  if (a.qk_l2norm) to[kQuerySquare * kC] = rows.query_square;
+}
+
 // What the stored state has to be multiplied by to be the state (kFoldedFactors): 1 at first, and
 // a power of two where it has just paid. What is added is divided by it, and what is read
 // multiplied, so its range takes from that of v at both ends.
@@ -241,8 +251,10 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
     const float square = own_query_square<T>(q, kK / 64, row, lane % 2);
     query *= rsqrtf(square + 1e-6f);
     may = may_be_long<T>(square);
+    rows.query_square = square;
   }
   const float square = own_square(kk, warp, thread);
+  rows.key_square = square;
   const float root = square > 0.f ? rsqrtf(square) : 0.f;
   HatCoefficients c{};
   if (row < tokens) {

@@ -7,11 +7,6 @@
 
 namespace efla::cuda::sm90 {
 
-// Of the log gate by log_decay.
-__device__ __forceinline__ float log_gate_slope(Rule rule, float log_decay) {
-  return rule == Rule::kExact ? expf(log_decay) : 1.f;
-}
-
 template <typename T, int kDim, bool kErase, bool kDecay>
 struct ScalarGradients {
   using Shared = GradientShared<kDim>;
@@ -20,16 +15,25 @@ struct ScalarGradients {
   const Place& p;
   int t, lane;  // token of the chunk; lane of the warp
 
-  // This thread's token: its inputs, and what make_factors() found.
+  struct Input {
+    float beta, log_decay, key_square, query_square;
+  };
+
+  // What a token's gradients need of it once their sums are there. The slopes are made ahead, or dK
+  // would wait for them.
   struct Token {
-    float beta, log_decay, lambda, norm, key_scale, erase, query, gamma, through;
+    StepSlopes<float> slopes;
+    float norm, through_norm;  // |k| and Gamma r |k|
+    float erase, query;        // with decay: e, and Gamma times the factor of q
   };
 
   static __device__ __forceinline__ void sync() { sync_threads(3, 32 * kScalarWarps); }
 
   // Reads the inputs of a chunk's token, and sends for its v.
-  __device__ __forceinline__ Token begin(int chunk) {
-    Token x{};
+  __device__ __forceinline__ Input begin(int chunk) {
+    const float* squares = a.scalars + workspace_place(a, p, chunk) * kScalarRows * kC + t;
+    Input x{0.f, 0.f, squares[kKeySquare * kC], 0.f};
+    if (a.qk_l2norm) x.query_square = squares[kQuerySquare * kC];
     if (t >= tokens_of(p, chunk)) return x;
     const int64_t token = p.begin + int64_t{chunk} * kC + t;
     x.beta = *element<float>(a.beta, p.row, token, p.hv);
@@ -56,9 +60,10 @@ struct ScalarGradients {
     return kIsBfloat16<T> && !a.qk_l2norm ? f.key_unit.get(t) : 1.f;
   }
 
-  // The coefficients of the chunk in ring stage `stage`. Shortens this token's row of K and Q where
-  // the forward walk did.
-  __device__ __forceinline__ void make_factors(Token& x, int stage, TokenFactors& f, int tokens) {
+  // The coefficients of the chunk in ring stage `stage`, and their slopes. Shortens this token's row
+  // of K and Q where the forward walk did; the squares are those behind that.
+  __device__ __forceinline__ Token make_factors(const Input& x, int stage, TokenFactors& f,
+                                                int tokens) {
     if constexpr (kIsBfloat16<T>) {
       float key_unit = 1.f;
       if (s.whole[stage].long_rows) {
@@ -67,16 +72,18 @@ struct ScalarGradients {
       }
       f.key_unit.set(t, key_unit);
     }
-    const float kk = square_of_row<T>(s.k[stage][0], Shared::kTiles, t);
-    const float qq = a.qk_l2norm ? square_of_row<T>(s.q[stage][0], Shared::kTiles, t) : 0.f;
-    x.key_scale = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
-    x.lambda = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
-    x.norm = kk > 0.f ? sqrtf(x.lambda) : 1.f;
+    const float kk = x.key_square;
+    const float key_scale = a.qk_l2norm ? rsqrtf(kk + 1e-6f) : 1.f;
+    const float lambda = a.qk_l2norm ? kk / (kk + 1e-6f) : kk;
+    const float unit = rule_unit(f);
+    Token token{};
+    token.norm = kk > 0.f ? sqrtf(lambda) : 1.f;
     StepCoefficients<float> c{0.f, 0.f, 0.f};
     if (t < tokens) {
-      c = key_coefficients(a.rule, x.beta, x.lambda, rule_unit(f), kDecay, x.log_decay);
+      c = key_coefficients(a.rule, x.beta, lambda, unit, kDecay, x.log_decay);
+      token.slopes = key_slopes(a.rule, x.beta, lambda, unit, kDecay, x.log_decay);
     }
-    x.gamma = 1.f;
+    float gamma = 1.f;
     if constexpr (kDecay) {
       float sum = c.log_gate;
 #pragma unroll
@@ -84,53 +91,30 @@ struct ScalarGradients {
         const float other = __shfl_up_sync(0xffffffffu, sum, offset);
         if (lane % 16 >= offset) sum += other;
       }
-      const float head = expf(sum), column = x.key_scale / x.norm;
+      const float head = expf(sum), column = key_scale / token.norm;
       const float tail = expf(__shfl_sync(0xffffffffu, sum, lane | 15) - sum);
       if (lane % 16 == 15) f.block_gate[t / 16] = head;
       sync();
       const GateFactors gates(f.block_gate);
-      x.gamma = gates.between(-1, t / 16) * head;
-      x.through = gates.between(-1, 4);
+      gamma = gates.between(-1, t / 16) * head;
       f.gate[t] = sum;
       f.head[t] = head;
       f.column[t] = column;
       f.column_tail[t] = tail * column;
       f.x[t] = gates.between(t / 16, 4) * tail * column;
     }
-    x.erase = c.erase;
-    x.query = a.scale * (a.qk_l2norm ? rsqrtf(qq + 1e-6f) : 1.f);
-    const float row = -x.norm * x.key_scale;
+    const float query = a.scale * (a.qk_l2norm ? rsqrtf(x.query_square + 1e-6f) : 1.f);
+    const float row = -token.norm * key_scale;
     f.row[t] = row;
     f.symmetric[t] = c.erase * row;
-    f.query[t] = x.query;
-    f.key[t] = x.key_scale;
-    f.z[t] = c.erase * x.gamma * row;
-    f.y[t] = kDecay ? x.query * x.gamma : 1.f;
-  }
-
-  // Gamma_C <S, dS> of the states on both sides of the chunk: the traces of X Y^T for blocks of 16
-  // rows of both, of which each warp has two in every tile.
-  __device__ __forceinline__ void keep_state_product(int kept, float gate) {
-    CFragment dots[2] = {};
-    const uint32_t offset = tile_offset(t / 32 * 32 + lane % 16, lane / 16 * 8);
-    const uint32_t before = shared_address(s.state[kept]) + offset;
-    const uint32_t after = shared_address(s.grad_state[kept]) + offset;
-#pragma unroll 1
-    for (int i = 0; i < Shared::kTiles * Shared::kTiles * 2; ++i) {
-      const uint32_t block = i / 2 * Shared::kTile + i % 2 * (16 * 128);
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        uint32_t x[4], y[4];
-        ldmatrix_x4_plain(x, (before + block) ^ n << 5);
-        ldmatrix_x4_plain(y, (after + block) ^ n << 5);
-        add_dots<T>(dots, x, y);
-      }
-    }
-    const float2 both = diagonal(dots, lane);
-    float sum = on_diagonal(lane) ? both.x + both.y : 0.f;
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (lane == 0) s.states[t / 32] = gate * sum;
+    f.query[t] = query;
+    f.key[t] = key_scale;
+    f.z[t] = c.erase * gamma * row;
+    f.y[t] = kDecay ? query * gamma : 1.f;
+    token.through_norm = -gamma * row;
+    token.erase = c.erase;
+    token.query = query * gamma;
+    return token;
   }
 
   __device__ __forceinline__ void store(const MutableView& view, int64_t begin, float value) const {
@@ -143,13 +127,12 @@ struct ScalarGradients {
   // de, dw through the step rule; 2 dlambda goes on the diagonal of (B + B^T). With decay what
   // passes through the gate is still to be added.
   __device__ __forceinline__ StepInputGradients<float> finish_step(
-      const Token& x, const TokenFactors& f, float grad_erase, float grad_gate, float write_dot) {
-    const auto g =
-        key_coefficients_backward(a.rule, x.beta, x.lambda, rule_unit(f), kDecay, x.log_decay,
-                                  {grad_gate, grad_erase, x.norm * write_dot});
+      const Token& x, const TokenFactors& f, float grad_erase, float write_dot) {
+    const auto g = key_gradients(x.slopes, {0.f, grad_erase, x.norm * write_dot});
     if constexpr (kErase) {
+      const float key_scale = f.key[t];
       *reinterpret_cast<T*>(s.pairs[2] + tile_offset(t, t)) =
-          T(2.f * g.lambda * x.key_scale * x.key_scale);
+          T(2.f * g.lambda * key_scale * key_scale);
       fence_async_proxy();
     }
     return g;
@@ -159,10 +142,8 @@ struct ScalarGradients {
   __device__ __forceinline__ void finish(const Token& x, const TokenFactors& f, int64_t begin,
                                          int tokens, float write_dot) {
     float grad_erase = 0.f;
-    if constexpr (kErase) {
-      grad_erase = s.sums.pairs[0][t] - x.gamma * x.norm * x.key_scale * s.sums.zk[t];
-    }
-    const auto g = finish_step(x, f, grad_erase, 0.f, write_dot);
+    if constexpr (kErase) grad_erase = s.sums.pairs[0][t] - x.through_norm * s.sums.zk[t];
+    const auto g = finish_step(x, f, grad_erase, write_dot);
     s.diagonal_full.arrive();  // the sums have been read, too
     if (t >= tokens) return;
     store(a.grad_beta, begin, g.beta);
@@ -170,8 +151,10 @@ struct ScalarGradients {
   }
 
   // With decay: dK waits for the diagonal alone, which the log gates' gradients are no part of.
+  // `through` is Gamma_C <S, dS> of the states on both sides of the chunk.
   __device__ __forceinline__ void finish_gated(const Token& x, const TokenFactors& f, int64_t begin,
-                                               int tokens, float write_dot, uint32_t round) {
+                                               int tokens, float write_dot, float through,
+                                               uint32_t round) {
     float grad_erase = 0.f, gate = 0.f;
     if constexpr (kErase) {
       s.lower_full.wait(round);
@@ -182,14 +165,14 @@ struct ScalarGradients {
         if (i >= t / 16) gate -= s.sums.columns[0][i][t];
       }
       s.erased_full.wait(round);
-      grad_erase -= x.gamma * x.norm * x.key_scale * s.sums.zk[t];
+      grad_erase -= x.through_norm * s.sums.zk[t];
       gate += x.erase * grad_erase;
     }
-    const auto g = finish_step(x, f, grad_erase, 0.f, write_dot);
+    const auto g = finish_step(x, f, grad_erase, write_dot);
     if constexpr (kErase) s.diagonal_full.arrive();
     s.sums_full.wait(round);
     const float xk = s.sums.xk[t];
-    gate += x.query * x.gamma * s.sums.yq[t] - s.sums.pairs[1][t] - xk;
+    gate += x.query * s.sums.yq[t] - s.sums.pairs[1][t] - xk;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i <= t / 16) gate += s.sums.columns[1][i][t];
@@ -197,7 +180,6 @@ struct ScalarGradients {
     s.sums_free.arrive();
     // From this token to the chunk's last, and what the whole chunk lets through.
     const float2 writes = sum_halves(xk, 0);
-    const float through = writes.x + writes.y + s.states[0] + s.states[1];
     const float2 gates = sum_halves(gate, 1);
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -205,59 +187,59 @@ struct ScalarGradients {
       if (lane + offset < 32) gate += other;
     }
     if (t >= tokens) return;
-    gate += (t < 32 ? gates.y : 0.f) + through;
+    gate += (t < 32 ? gates.y : 0.f) + writes.x + writes.y + through;
     store(a.grad_beta, begin, g.beta);
-    store(a.grad_log_decay, begin, g.log_decay + gate * log_gate_slope(a.rule, x.log_decay));
+    store(a.grad_log_decay, begin, g.log_decay + gate * x.slopes.log_gate);
   }
 
   // Up to the factors of the chunk of `step`.
   __device__ __forceinline__ Token prepare(int step) {
     static_assert(Shared::kStages == 2);
     const int stage = step % 2, chunk = reversed(chunks_of(p), step), tokens = tokens_of(p, chunk);
-    Token x = begin(chunk);
+    const Input x = begin(chunk);
     s.tokens_full[stage].wait(step / 2 & 1);
     if (tokens < kC) s.cleared.wait(0);
     s.factors_free[stage].wait((step / 2 & 1) ^ 1);
-    make_factors(x, stage, s.factors[stage], tokens);
+    const Token token = make_factors(x, stage, s.factors[stage], tokens);
     s.factors_full[stage].arrive();
     arrive_warp(s.tokens_free[stage]);
-    return x;
+    return token;
   }
 
   __device__ __forceinline__ void walk() {
-    if (chunks_of(p) == 0) return;
-    Token token = prepare(0);
+    Token token{};
 #pragma unroll 1
-    for (int step = 0; step < chunks_of(p); ++step) {
-      const uint32_t round = step & 1, kept_round = step / Shared::kKept & 1;
-      const int kept = step % Shared::kKept;
-      hide(t);                 // or addresses are kept across chunks, and spill
-      if constexpr (kDecay) {  // ahead of all else: the chain waits for these buffers
-        s.state_full[kept].wait(kept_round);
-        s.grad_state_full[kept].wait(kept_round);
-        keep_state_product(kept, token.through);
-        fence_async_proxy();  // as give_back()
-        s.state_free[kept].arrive();
-        s.grad_state_free[kept].arrive();
-      }
+    for (int step = -1; step < chunks_of(p); ++step) {
+      hide(t);  // or addresses are kept across chunks, and spill
       // The next chunk's factors first: this one's sums are a while in coming.
       Token next{};
       if (step + 1 < chunks_of(p)) next = prepare(step + 1);
-      const int chunk = reversed(chunks_of(p), step);
-      s.write_dot_full[kept].wait(kept_round);
-      float write_dot = s.write_dot[kept][0][t];
-#pragma unroll
-      for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[kept][n][t];
-      s.grad_r_free[kept].arrive();  // write_dot is free, too
-      if constexpr (kDecay) {
-        finish_gated(token, s.factors[step % 2], p.begin + int64_t{chunk} * kC, tokens_of(p, chunk),
-                     write_dot, round);
-      } else {
-        s.sums_full.wait(round);
-        finish(token, s.factors[step % 2], p.begin + int64_t{chunk} * kC, tokens_of(p, chunk),
-               write_dot);
-      }
+      if (step >= 0) finish_chunk(token, step);
       token = next;
+    }
+  }
+
+  // From what the chunk's products left.
+  __device__ __forceinline__ void finish_chunk(const Token& token, int step) {
+    const uint32_t round = step & 1, kept_round = step / Shared::kKept & 1;
+    const int kept = step % Shared::kKept, chunk = reversed(chunks_of(p), step);
+    const int64_t begin = p.begin + int64_t{chunk} * kC;
+    const TokenFactors& f = s.factors[step % 2];
+    s.write_dot_full[kept].wait(kept_round);
+    float write_dot = s.write_dot[kept][0][t];
+#pragma unroll
+    for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[kept][n][t];
+    float through = 0.f;
+    if constexpr (kDecay) {
+      for (const float part : s.state_dots[step % 2]) through += part;
+      through *= GateFactors(f.block_gate).between(-1, 4);
+    }
+    s.grad_r_free[kept].arrive();  // write_dot is free, too
+    if constexpr (kDecay) {
+      finish_gated(token, f, begin, tokens_of(p, chunk), write_dot, through, round);
+    } else {
+      s.sums_full.wait(round);
+      finish(token, f, begin, tokens_of(p, chunk), write_dot);
     }
   }
 };

@@ -116,6 +116,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
       multiply_keys<T, kK>(kk, s.k[i][0], s.k[i][0]);
       wait_products<0>();
     }
+    if constexpr (Shared::kKeep) keep_squares(a, workspace_place(a, p, chunk), rows, thread);
     if constexpr (kErase) {
       hide_index<kWarpgroup>(thread);
       if (kDecay && (!kFolded || rows.wide)) {
@@ -336,6 +337,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
       wait_products<0>();
     }
     source.read(a, s.scratch, j ^ 1, left, thread);
+    if (a.scores) keep_squares(a, workspace_place(a, p, chunk), rows, thread);
     if constexpr (kErase) {
       store_lower<kDecay>(s.scratch.lower[0], s.scratch.factors[j], rows, kk, warp, thread);
     }

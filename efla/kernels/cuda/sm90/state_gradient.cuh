@@ -35,6 +35,30 @@ __device__ __forceinline__ void scale_state(float (&state)[kN], float factor) {
   for (int n = 0; n < kN; ++n) state[n] *= factor;
 }
 
+// <S, dS> of a warp's 16 rows of both: the sum over the warp.
+template <typename T, int kN, int kTiles>
+__device__ __forceinline__ float state_dot(const float (&grad)[kN], const Tile (&tiles)[kTiles]) {
+  const int thread = read_thread() % kWarpgroup, lane = thread % 32;
+  const uint32_t from =
+      shared_address(tiles) + tile_offset(thread / 32 * 16 + lane % 16, lane / 16 * 8);
+  float sum[2] = {};
+#pragma unroll
+  for (int n = 0; n < kN / 8; ++n) {
+    uint32_t x[4];
+    ldmatrix_x4_plain(x, (from ^ n % 4 << 5) + n / 4 * static_cast<int>(sizeof(Tile)));
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const float2 pair = unpack<T>(x[m]);
+      sum[0] += pair.x * grad[8 * n + 2 * m];
+      sum[1] += pair.y * grad[8 * n + 2 * m + 1];
+    }
+  }
+  float dot = sum[0] + sum[1];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, offset);
+  return dot;
+}
+
 // dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, 16 rows at a time.
 template <typename T, bool kPadded>
 struct ValueGradients {
@@ -106,6 +130,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   const int column = 64 * group;
   const int part = warp * 2 + lane / 8 % 2;
   const uint32_t lane_offset = (lane / 16 * 8 + lane % 8) * 128 + ((part ^ (lane % 8)) << 4);
+  int own_rows = tile_offset(16 * warp + lane % 16, lane / 16 * 8);
   const int64_t state_size = int64_t{a.key_dim} * a.value_dim;
   const int64_t part_offset = (p.part * a.value_heads + p.hv) * kDim * kDim;
 
@@ -151,6 +176,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
         shorten_rows<T, Shared::kTiles, Shared::kTiles * kWarpgroup, 1>(s.k[i]);
       }
     }
+    hide(own_rows);  // or four addresses are kept across chunks, and spill
     if constexpr (!kAdvance) s.grad_state_free[kept].wait(round_now() ^ 1);
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
@@ -159,9 +185,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       for (int m = 0; m < 4; ++m) {
         x[m] = pack<T>(scale * state[8 * n + 2 * m], scale * state[8 * n + 2 * m + 1]);
       }
-      stmatrix_x4(shared_address(s.grad_state[kept][group][n / 4]) +
-                      tile_offset(16 * warp + lane % 16, n % 4 * 16 + lane / 16 * 8),
-                  x);
+      stmatrix_x4(shared_address(s.grad_state[kept][group][n / 4]) + (own_rows ^ n % 4 << 5), x);
     }
     fence_async_proxy();
     if constexpr (!kAdvance) s.grad_state_full[kept].arrive();
@@ -174,6 +198,13 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                         describe_rows(s.k[i][n / 4]) + n % 4 * 2, n > 0);
     }
     commit_products();
+    if constexpr (!kAdvance && kDecay) {  // while the products run
+      s.state_full[kept].wait(round_now());
+      const float dot = state_dot<T>(state, s.state[kept][group]);
+      give_back(s.state_free[kept]);
+      const int now = read_thread();
+      if (now % 32 == 0) s.state_dots[step_now() % 2][now / 32] = dot;
+    }
     s.grad_o_full[j].wait(round_now());
     uint32_t grad_o[4][4];
 #pragma unroll
