@@ -39,7 +39,7 @@ struct TokenFactors {
   float symmetric[kC];  // -e r |k|: of D o dL o K in dK
   float column[kC];     // r / |k|, with decay; else U comes with it
   // As in RowFactors.
-  float gate[kC], head[kC], column_tail[kC];
+  float gate[kC], head[kC], query_head[kC], column_tail[kC];
   alignas(16) float block_gate[4];
   float query[kC];   // scale, times 1 / |q| of the optional l2 normalisation
   float key[kC];     // r
@@ -52,17 +52,17 @@ struct TokenFactors {
 
 // Per token, the other way.
 struct TokenSums {
-  float zk[kC], yq[kC], xk[kC];  // row sums of Z o K, Y o Q and of r gate_k X o K
-  float pairs[2][kC];            // row sums of D o dL o KK^T and of (D o dP o scale QK^T)^T
-  // Their column sums by warp, the first times e: for the blocks of 16 up to the warp's own, and
-  // from it on.
-  float columns[2][4][kC];
+  float zk[kC];     // row sums of Z o K
+  float lower[kC];  // and of D o dL o KK^T
+  // With decay q.dQ, and k.dK of what is not yet its part of B; the column sums of B o KK^T by
+  // warp, for the blocks of 16 up to the warp's own.
+  float query[kC], key[kC], columns[4][kC];
 };
 
 // Row sums of D o dL o KK^T over the columns of that warpgroup of the chain. The second has none
 // in the first half of the chunk: the others fit where the first warp has no columns.
 __device__ __forceinline__ float (&lower_rows(TokenSums& sums, int group))[kC] {
-  return group == 0 ? sums.pairs[0] : sums.columns[0][0];
+  return group == 0 ? sums.lower : sums.columns[0];
 }
 
 // K and V padded to kDim; kAdvance: for the chain of state_gradient.cuh alone.
@@ -87,8 +87,8 @@ struct BackwardShared {
   WholeChunk whole[kStages];      // of these, with k and q
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
-  float write_dot[kKept][kTiles][kC];  // dR.v by tile of V
-  float halves[2 * kScalarWarps];      // parts of sums over tokens, by warp
+  float write_dot[2][kTiles][kC];      // dR.v by tile of V, of alternate chunks
+  float halves[2][kScalarWarps];       // parts of a sum over tokens, by warp, likewise
 
   Place place;  // of the block; here, and not in registers, where it would spill
 
@@ -101,13 +101,11 @@ struct BackwardShared {
   Barrier grad_state_full[kKept], grad_state_free[kKept];
   Barrier grad_r_full[kKept], grad_r_free[kKept];
   Barrier factors_full[2], factors_free[2];
-  Barrier sums_full, write_dot_full[kKept], diagonal_full;
+  Barrier sums_full, write_dot_full, diagonal_full;
   Barrier cleared;  // zeros in place of what lies behind the sequence
   // With decay: B + B^T, and what its sums leave in pairs[0] and columns[0]; zk; sums.
   Barrier lower_full, lower_free, erased_full, sums_free;
-  // Parts of <S, dS> of the states on both sides of a chunk, by warp of the chain; of alternate
-  // chunks.
-  float state_dots[2][4 * kTiles];
+  float through[2][4 * kTiles];  // parts of <S, dS> behind the chunk, by warp of the chain
 };
 
 template <int kDim>

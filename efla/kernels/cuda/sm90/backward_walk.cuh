@@ -81,7 +81,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
   constexpr int kOtherWarps = kAdvance ? 0 : kScalarWarps;
   constexpr bool kLower = kErase && kDecay && !kAdvance;  // the chain makes B + B^T
   constexpr int kLowerWarps = kLower ? kChainWarps : 0;
-  constexpr int kDotWarps = kDecay && !kAdvance ? kChainWarps : 0;  // the chain reads S, too
+  constexpr int kDotWarps = kDecay && !kAdvance ? kChainWarps : 0;  // the chain reads S and U
   for (int i = 0; i < Shared::kStages; ++i) {
     s.tokens_full[i].init(1);
     s.tokens_free[i].init(kChainWarps + kTokenWarps + kOtherWarps);
@@ -95,13 +95,14 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
         s.factors_free[i].init(kWarpgroup + (kLower ? kChain : 0));
   }
   for (int i = 0; i < Shared::kKept; ++i) {
-    s.u_full[i].init(1), s.u_free[i].init(4 + kLowerWarps);
+    s.u_full[i].init(1), s.u_free[i].init(4 + kDotWarps);
     s.state_full[i].init(1), s.state_free[i].init(4 + kDotWarps);
-    s.grad_state_full[i].init(kChain), s.grad_state_free[i].init(4);
+    s.grad_state_full[i].init(kChain);
+    s.grad_state_free[i].init(4 + (Shared::kKept == 2 ? 32 * kScalarWarps : 0));
     s.grad_r_full[i].init(kChain);
-    s.grad_r_free[i].init(4 + kLowerWarps + 32 * kScalarWarps);
-    s.write_dot_full[i].init(kChain);
+    s.grad_r_free[i].init(4 + kLowerWarps);
   }
+  s.write_dot_full.init(kChain);
   s.sums_full.init(kWarpgroup), s.diagonal_full.init(32 * kScalarWarps);
   for (int i = 0; i < Shared::kKept; ++i) s.grad_o_read[i].init(kChainWarps);
   s.cleared.init(kChain);

@@ -1,6 +1,7 @@
-// With decay, the C x C operands of dQ and dK, and what dlog_decay needs of them: the row and
-// column sums of D o dP o P and D o dL o L. Equations and names are those of token_gradients.cuh.
-// D_ti is made as in GateFactors: off the diagonal blocks of 16 of factors of rows and columns.
+// With decay, the C x C operands of dQ and dK, and what dlog_decay needs of L's: the row and column
+// sums of D o dL o KK^T. (Those of D o dP o P are q.dQ and k.dK, exactly: both are made of the same
+// rounded operand.) Equations and names are those of token_gradients.cuh. D_ti is made as in
+// GateFactors: off the diagonal blocks of 16 of factors of rows and columns.
 //
 // P's is made by the tokens' warpgroup, for dQ and dK alike; L's by those of the chain, each for
 // its own columns of it, in the time that they wait for the tokens' anyway.
@@ -22,8 +23,8 @@ struct GatedRows {
     return 16 * block + 8 * j + lane % 4 * 2;
   }
 
-  // Off the diagonal: x = pair by[row] far[column]. Adds from[row] / by[row] x gram to the rows'
-  // sums.
+  // Off the diagonal: x = pair by[row] far[column]. Adds from[row] far[column] x pair x gram to the
+  // rows' sums.
   __device__ __forceinline__ void make(uint32_t (&x)[4], float (&columns)[4], const float* pair,
                                        const float* gram, const float2 (&far)[2],
                                        const float (&by)[2], const float (&from)[2]) {
@@ -45,13 +46,13 @@ struct GatedRows {
     for (int h = 0; h < 2; ++h) sums[h] += from[h] * part[h];
   }
 
-  // On it, where D_ti is exp(own - gate) for rows t, or with kScores, where rows are i and columns
-  // t >= i, exp(gate - own): x = pair D by[row] far[column]. Adds x gram / by to the rows' sums.
-  template <bool kScores>
-  __device__ __forceinline__ void make_diagonal(uint32_t (&x)[4], float (&columns)[4],
-                                                const float* pair, const float* gram,
-                                                const float2 (&far)[2], const float2 (&gate)[2],
-                                                const float (&own)[2], const float (&by)[2]) {
+  // On it, calls f(at, h, u, v) for the elements at, at + 1 of row(h), where u and v are pair D
+  // far[column]; D_ti is exp(own - gate) for rows t, or with kScores, where rows are i and columns
+  // t >= i, exp(gate - own).
+  template <bool kScores, typename F>
+  __device__ __forceinline__ void visit_diagonal(const float* pair, const float2 (&far)[2],
+                                                 const float2 (&gate)[2], const float (&own)[2],
+                                                 F f) const {
     const int r = lane / 4, c = lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -67,14 +68,8 @@ struct GatedRows {
             if (kScores ? c < r : c >= r) u = 0.f;
             if (kScores ? c + 1 < r : c + 1 >= r) v = 0.f;
           }
-          const float p = u * gram[at], q = v * gram[at + 1];
-          sums[h] += kScores ? by[h] * p : p;
-          sums[h] += kScores ? by[h] * q : q;
-          u *= by[h], v *= by[h];
-          columns[2 * j] += by[h] * p;
-          columns[2 * j + 1] += by[h] * q;
         }
-        x[2 * j + h] = pack<T>(u, v);
+        f(at, h, u, v);
       }
     }
   }
@@ -111,47 +106,40 @@ struct GatedRows {
   }
 };
 
-// From pair = U dO^T and gram = K Q^T, rows i and columns t >= i: s.pairs[1] = (scale D o dP)^T and
-// s.pairs[0] = scale D o dP, with the same rounding.
+// From pair = U dO^T, rows i and columns t >= i: s.pairs[1] = (scale D o dP)^T and s.pairs[0] =
+// scale D o dP, with the same rounding.
 template <typename T, int kDim>
 __device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const TokenFactors& f,
-                                            const float (&pair)[32], const float (&gram)[32],
-                                            int warp, int lane) {
-  GatedRows<T> rows{warp, lane};
+                                            const float (&pair)[32], int warp, int lane) {
+  const GatedRows<T> rows{warp, lane};
   const GateFactors gates(f.block_gate);
   const float tail[2] = {f.column_tail[rows.row(0)], f.column_tail[rows.row(1)]};
   const uint32_t direct = shared_address(s.pairs[1]) + rows.direct();
   const uint32_t turned = shared_address(s.pairs[0]) + rows.turned();
-  const auto store = [&](int block, const uint32_t(&x)[4]) {
-    stmatrix_x4(direct ^ block << 5, x);
-    stmatrix_x4_transposed(turned + 2048 * block, x);
-  };
-  float own_pair[8], own_gram[8];
+  float own_pair[8];
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
-    uint32_t x[4] = {};
+    uint32_t x[4] = {};  // zeros where t < i
     if (block == 0 || block == warp) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        own_pair[n] = pair[8 * block + n], own_gram[n] = gram[8 * block + n];
-      }
+      for (int n = 0; n < 8; ++n) own_pair[n] = pair[8 * block + n];
     }
     if (block == warp) continue;
     if (block > warp) {
       const float between = gates.between(warp, block);
       const float by[2] = {tail[0] * between, tail[1] * between};
-      float2 far[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float2 head = float_pair(f.head, rows.column(block, j));
-        const float2 query = float_pair(f.query, rows.column(block, j));
-        far[j] = make_float2(head.x * query.x, head.y * query.y);
+        const float2 far = float_pair(f.query_head, rows.column(block, j));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 8 * block + 4 * j + 2 * h;
+          x[2 * j + h] = pack<T>(pair[at] * far.x * by[h], pair[at + 1] * far.y * by[h]);
+        }
       }
-      float columns[4];
-      rows.make(x, columns, &pair[8 * block], &gram[8 * block], far, by, by);
-      rows.keep_columns(s.sums.columns[1][warp], block, columns);
     }
-    store(block, x);  // zeros where t < i
+    stmatrix_x4(direct ^ block << 5, x);
+    stmatrix_x4_transposed(turned + 2048 * block, x);
   }
   const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
   const float by[2] = {f.column[rows.row(0)], f.column[rows.row(1)]};
@@ -162,12 +150,11 @@ __device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const Token
     gate[j] = float_pair(f.gate, rows.column(warp, j));
   }
   uint32_t x[4];
-  float columns[4] = {};
-  rows.template make_diagonal<true>(x, columns, own_pair, own_gram, far, gate, own, by);
-  rows.keep_columns(s.sums.columns[1][warp], warp, columns);
-  store(warp, x);
-  const float x0 = sum_quad(rows.sums[0]), x1 = sum_quad(rows.sums[1]);
-  if (lane % 4 == 0) s.sums.pairs[1][rows.row(0)] = x0, s.sums.pairs[1][rows.row(1)] = x1;
+  rows.template visit_diagonal<true>(own_pair, far, gate, own, [&](int at, int h, float u, float v) {
+    x[at / 2] = pack<T>(u * by[h], v * by[h]);
+  });
+  stmatrix_x4(direct ^ warp << 5, x);
+  stmatrix_x4_transposed(turned + 2048 * warp, x);
 }
 
 // From dR U^T and K K^T, rows t and columns i < t: s.pairs[2] = B + B^T, its diagonal zero. The
@@ -222,7 +209,7 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
     uint32_t x[4];
     float columns[4];
     rows.make(x, columns, &pair[8 * b], &gram[8 * b], far, by, from);
-    rows.keep_columns(s.sums.columns[0][warp], block, columns);
+    rows.keep_columns(s.sums.columns[warp], block, columns);
     stmatrix_x4(direct ^ block << 5, x);
     stmatrix_x4_transposed(turned + 2048 * block, x);
   }
@@ -236,8 +223,17 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
     }
     uint32_t x[4];
     float columns[4] = {};
-    rows.template make_diagonal<false>(x, columns, own_pair, own_gram, far, gate, own, symmetric);
-    rows.keep_columns(s.sums.columns[0][warp], warp, columns);
+    rows.template visit_diagonal<false>(
+        own_pair, far, gate, own, [&](int at, int h, float u, float v) {
+          const int j = at / 4;
+          const float p = u * own_gram[at], q = v * own_gram[at + 1];
+          rows.sums[h] += p;
+          rows.sums[h] += q;
+          columns[2 * j] += symmetric[h] * p;
+          columns[2 * j + 1] += symmetric[h] * q;
+          x[at / 2] = pack<T>(u * symmetric[h], v * symmetric[h]);
+        });
+    rows.keep_columns(s.sums.columns[warp], warp, columns);
     // Both in one block: where one has elements the other has zeros.
     const uint32_t both[4] = {add_pairs<T>(x[0], transpose(x[0])), x[1], transpose(x[1]),
                               add_pairs<T>(x[3], transpose(x[3]))};

@@ -24,7 +24,7 @@ struct ScalarGradients {
   struct Token {
     StepSlopes<float> slopes;
     float norm, through_norm;  // |k| and Gamma r |k|
-    float erase, query;        // with decay: e, and Gamma times the factor of q
+    float erase;               // with decay
   };
 
   static __device__ __forceinline__ void sync() { sync_threads(3, 32 * kScalarWarps); }
@@ -46,13 +46,13 @@ struct ScalarGradients {
     return x;
   }
 
-  // Both halves' sums of x over the chunk's tokens; `slot` of s.halves is this sum's own.
-  __device__ __forceinline__ float2 sum_halves(float x, int slot) {
+  // Both halves' sums of x over the chunk's tokens. Chunks take `halves` in turn.
+  __device__ __forceinline__ float2 sum_halves(float x, float (&halves)[kScalarWarps]) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-    if (lane == 0) s.halves[2 * slot + t / 32] = x;
+    if (lane == 0) halves[t / 32] = x;
     sync();
-    return make_float2(s.halves[2 * slot], s.halves[2 * slot + 1]);
+    return make_float2(halves[0], halves[1]);
   }
 
   // What the step rule has to know of the key having been shortened.
@@ -83,6 +83,7 @@ struct ScalarGradients {
       c = key_coefficients(a.rule, x.beta, lambda, unit, kDecay, x.log_decay);
       token.slopes = key_slopes(a.rule, x.beta, lambda, unit, kDecay, x.log_decay);
     }
+    const float query = a.scale * (a.qk_l2norm ? rsqrtf(x.query_square + 1e-6f) : 1.f);
     float gamma = 1.f;
     if constexpr (kDecay) {
       float sum = c.log_gate;
@@ -99,11 +100,11 @@ struct ScalarGradients {
       gamma = gates.between(-1, t / 16) * head;
       f.gate[t] = sum;
       f.head[t] = head;
+      f.query_head[t] = query * head;
       f.column[t] = column;
       f.column_tail[t] = tail * column;
       f.x[t] = gates.between(t / 16, 4) * tail * column;
     }
-    const float query = a.scale * (a.qk_l2norm ? rsqrtf(x.query_square + 1e-6f) : 1.f);
     const float row = -token.norm * key_scale;
     f.row[t] = row;
     f.symmetric[t] = c.erase * row;
@@ -113,7 +114,6 @@ struct ScalarGradients {
     f.y[t] = kDecay ? query * gamma : 1.f;
     token.through_norm = -gamma * row;
     token.erase = c.erase;
-    token.query = query * gamma;
     return token;
   }
 
@@ -142,7 +142,7 @@ struct ScalarGradients {
   __device__ __forceinline__ void finish(const Token& x, const TokenFactors& f, int64_t begin,
                                          int tokens, float write_dot) {
     float grad_erase = 0.f;
-    if constexpr (kErase) grad_erase = s.sums.pairs[0][t] - x.through_norm * s.sums.zk[t];
+    if constexpr (kErase) grad_erase = s.sums.lower[t] - x.through_norm * s.sums.zk[t];
     const auto g = finish_step(x, f, grad_erase, write_dot);
     s.diagonal_full.arrive();  // the sums have been read, too
     if (t >= tokens) return;
@@ -151,18 +151,18 @@ struct ScalarGradients {
   }
 
   // With decay: dK waits for the diagonal alone, which the log gates' gradients are no part of.
-  // `through` is Gamma_C <S, dS> of the states on both sides of the chunk.
+  // `through` is <S, dS> behind the chunk.
   __device__ __forceinline__ void finish_gated(const Token& x, const TokenFactors& f, int64_t begin,
                                                int tokens, float write_dot, float through,
                                                uint32_t round) {
     float grad_erase = 0.f, gate = 0.f;
     if constexpr (kErase) {
       s.lower_full.wait(round);
-      grad_erase = s.sums.pairs[0][t];
+      grad_erase = s.sums.lower[t];
       if (Shared::kTiles == 2 && t >= kC / 2) grad_erase += lower_rows(s.sums, 1)[t];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (i >= t / 16) gate -= s.sums.columns[0][i][t];
+        if (i >= t / 16) gate -= s.sums.columns[i][t];
       }
       s.erased_full.wait(round);
       grad_erase -= x.through_norm * s.sums.zk[t];
@@ -171,23 +171,17 @@ struct ScalarGradients {
     const auto g = finish_step(x, f, grad_erase, write_dot);
     if constexpr (kErase) s.diagonal_full.arrive();
     s.sums_full.wait(round);
-    const float xk = s.sums.xk[t];
-    gate += x.query * s.sums.yq[t] - s.sums.pairs[1][t] - xk;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i <= t / 16) gate += s.sums.columns[1][i][t];
-    }
+    gate += s.sums.query[t] - s.sums.key[t];
     s.sums_free.arrive();
-    // From this token to the chunk's last, and what the whole chunk lets through.
-    const float2 writes = sum_halves(xk, 0);
-    const float2 gates = sum_halves(gate, 1);
+    // From this token to the chunk's last.
+    const float2 gates = sum_halves(gate, s.halves[round]);
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const float other = __shfl_down_sync(0xffffffffu, gate, offset);
       if (lane + offset < 32) gate += other;
     }
     if (t >= tokens) return;
-    gate += (t < 32 ? gates.y : 0.f) + writes.x + writes.y + through;
+    gate += (t < 32 ? gates.y : 0.f) + through;
     store(a.grad_beta, begin, g.beta);
     store(a.grad_log_decay, begin, g.log_decay + gate * x.slopes.log_gate);
   }
@@ -221,20 +215,21 @@ struct ScalarGradients {
 
   // From what the chunk's products left.
   __device__ __forceinline__ void finish_chunk(const Token& token, int step) {
-    const uint32_t round = step & 1, kept_round = step / Shared::kKept & 1;
-    const int kept = step % Shared::kKept, chunk = reversed(chunks_of(p), step);
+    const uint32_t round = step & 1;
+    const int chunk = reversed(chunks_of(p), step);
     const int64_t begin = p.begin + int64_t{chunk} * kC;
     const TokenFactors& f = s.factors[step % 2];
-    s.write_dot_full[kept].wait(kept_round);
-    float write_dot = s.write_dot[kept][0][t];
+    s.write_dot_full.wait(round);
+    float write_dot = s.write_dot[step % 2][0][t];
 #pragma unroll
-    for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[kept][n][t];
+    for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[step % 2][n][t];
     float through = 0.f;
     if constexpr (kDecay) {
-      for (const float part : s.state_dots[step % 2]) through += part;
-      through *= GateFactors(f.block_gate).between(-1, 4);
+      for (const float part : s.through[step % 2]) through += part;
     }
-    s.grad_r_free[kept].arrive();  // write_dot is free, too
+    // Where the chain may be a chunk ahead it could come back to these before the tokens'
+    // warpgroup, which waits for what is made of them.
+    if constexpr (Shared::kKept == 2) s.grad_state_free[step % 2].arrive();
     if constexpr (kDecay) {
       finish_gated(token, f, begin, tokens_of(p, chunk), write_dot, through, round);
     } else {

@@ -35,7 +35,18 @@ __device__ __forceinline__ void scale_state(float (&state)[kN], float factor) {
   for (int n = 0; n < kN; ++n) state[n] *= factor;
 }
 
-// <S, dS> of a warp's 16 rows of both: the sum over the warp.
+// The sum of the products of 8 accumulators and what ldmatrix read in an operand's order.
+template <typename T>
+__device__ __forceinline__ void add_dot(float (&sum)[2], const float* x, const uint32_t (&y)[4]) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const float2 pair = unpack<T>(y[m]);
+    sum[0] += pair.x * x[2 * m];
+    sum[1] += pair.y * x[2 * m + 1];
+  }
+}
+
+// <S, dS> of a warp's 16 rows of both: this thread's part.
 template <typename T, int kN, int kTiles>
 __device__ __forceinline__ float state_dot(const float (&grad)[kN], const Tile (&tiles)[kTiles]) {
   const int thread = read_thread() % kWarpgroup, lane = thread % 32;
@@ -46,17 +57,15 @@ __device__ __forceinline__ float state_dot(const float (&grad)[kN], const Tile (
   for (int n = 0; n < kN / 8; ++n) {
     uint32_t x[4];
     ldmatrix_x4_plain(x, (from ^ n % 4 << 5) + n / 4 * static_cast<int>(sizeof(Tile)));
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const float2 pair = unpack<T>(x[m]);
-      sum[0] += pair.x * grad[8 * n + 2 * m];
-      sum[1] += pair.y * grad[8 * n + 2 * m + 1];
-    }
+    add_dot<T>(sum, &grad[8 * n], x);
   }
-  float dot = sum[0] + sum[1];
+  return sum[0] + sum[1];
+}
+
+__device__ __forceinline__ float sum_warp(float x) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, offset);
-  return dot;
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
 }
 
 // dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, 16 rows at a time.
@@ -198,12 +207,11 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                         describe_rows(s.k[i][n / 4]) + n % 4 * 2, n > 0);
     }
     commit_products();
+    float through = 0.f;
     if constexpr (!kAdvance && kDecay) {  // while the products run
       s.state_full[kept].wait(round_now());
-      const float dot = state_dot<T>(state, s.state[kept][group]);
+      through = state_dot<T>(state, s.state[kept][group]);
       give_back(s.state_free[kept]);
-      const int now = read_thread();
-      if (now % 32 == 0) s.state_dots[step_now() % 2][now / 32] = dot;
     }
     s.grad_o_full[j].wait(round_now());
     uint32_t grad_o[4][4];
@@ -220,6 +228,20 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       const float2 out = scalar_pair(scalars.key_out, n);
 #pragma unroll
       for (int h = 0; h < 2; ++h) u[4 * n + 2 * h] *= out.x, u[4 * n + 2 * h + 1] *= out.y;
+    }
+    if constexpr (!kAdvance && kDecay) {  // <S, dS> behind the chunk: Gamma_C S + K^T (gate_k U)
+      s.u_full[kept].wait(round_now());
+      float sum[2] = {};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        uint32_t x[4];
+        ldmatrix_x4_transposed(x, shared_address(s.u[kept][group]) + lane_offset + n * 16 * 128);
+        add_dot<T>(sum, &u[8 * n], x);
+      }
+      if constexpr (!kErase) give_back(s.u_free[kept]);  // else with L's operand
+      through = sum_warp(scalars.whole.gate * through + sum[0] + sum[1]);
+      const int now = read_thread();
+      if (now % 32 == 0) s.through[step_now() % 2][now / 32] = through;
     }
     pin(u);
     fence_products();
@@ -303,8 +325,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     }
     if constexpr (!kAdvance) {  // while the products run
       sync_threads(4 + group, kWarpgroup);
-      values.make(s.grad_r[kept][group], scalars.write, value, s.write_dot[kept][group]);
-      s.write_dot_full[kept].arrive();
+      values.make(s.grad_r[kept][group], scalars.write, value, s.write_dot[step_now() % 2][group]);
+      s.write_dot_full.arrive();
     }
     s.triangles_free[j].arrive();  // each thread has read scalars
     wait_products<0>();

@@ -187,7 +187,7 @@ struct TokenGradients {
     }
     if constexpr (!kScores) {
       const float x = sum_quad(sums[0]), y = sum_quad(sums[1]);
-      keep_sums(s.sums.pairs[kScores], f.row[row0] * x, f.row[row0 + 8] * y);
+      keep_sums(s.sums.lower, f.row[row0] * x, f.row[row0 + 8] * y);
     }
   }
 
@@ -255,7 +255,7 @@ struct TokenGradients {
     return true;
   }
 
-  // s.pairs and their sums; with decay those of dP alone.
+  // s.pairs and L's row sums; with decay P's alone.
   __device__ __forceinline__ void square_operands(const Tile* k, const Tile* q,
                                                   const TokenFactors& f, int buffer,
                                                   uint32_t buffer_round) {
@@ -263,7 +263,6 @@ struct TokenGradients {
     s.u_full[kept].wait(kept_round);
     fence_products();
     multiply_rows(pair, s.u[kept], s.grad_o[kept]);
-    if constexpr (kDecay) multiply_rows(gram, k, q);
     commit_products();
     s.factors_full[buffer].wait(buffer_round);
     if constexpr (kDecay) s.sums_free.wait((step & 1) ^ 1);
@@ -272,8 +271,7 @@ struct TokenGradients {
     wait_products<0>();
     pin(pair);
     if constexpr (kDecay) {
-      pin(gram);
-      make_scores<T, kDim>(s, f, pair, gram, warp, lane);
+      make_scores<T, kDim>(s, f, pair, warp, lane);
     } else {
       make_operands<true>(pair, gram, f);
       s.grad_r_full[kept].wait(kept_round);
@@ -292,28 +290,6 @@ struct TokenGradients {
     sync();
   }
 
-  // s.sums.yq, the row sums of d = Y times Q. In bfloat16, which has float's range, by tensor
-  // cores: these sums do not cancel.
-  __device__ __forceinline__ void keep_query_dots(const float (&d)[kDim / 2], const Tile* q) const {
-    if constexpr (!kIsBfloat16<T>) {
-      const float2 sums = tile_dots(d, q);
-      keep_sums(s.sums.yq, sums.x, sums.y);
-      return;
-    }
-    CFragment dots[2][2] = {};
-#pragma unroll
-    for (int i = 0; i < kDim / 16; ++i) {
-      uint32_t x[4], y[4];
-      pack_step<T>(x, &d[8 * i]);
-      load_step(y, q, i);
-      add_dots<T>(dots[i % 2], x, y);
-    }
-    const float2 x = diagonal(dots[0], lane), y = diagonal(dots[1], lane);
-    if (on_diagonal(lane)) {
-      s.sums.yq[row0] = x.x + y.x, s.sums.yq[row0 + 8] = x.y + y.y;
-    }
-  }
-
   __device__ __forceinline__ void query_gradients(const Tile* k, const Tile* q,
                                                   const TokenFactors& f, int64_t begin,
                                                   int tokens) {
@@ -323,7 +299,6 @@ struct TokenGradients {
     if constexpr (kDecay) {
       wait_products<0>();
       pin(d);
-      keep_query_dots(d, q);
       scale_rows(d, f.y[row0], f.y[row0 + 8]);
       pin(d);
     }
@@ -331,7 +306,12 @@ struct TokenGradients {
     wait_products<0>();
     pin(d);
     const float scale[2] = {f.query[row0], f.query[row0 + 8]};  // a.scale without l2norm
-    if constexpr (!kDecay) scale_rows(d, scale[0], scale[1]);
+    if constexpr (kDecay) {
+      const float2 sums = tile_dots(d, q);
+      keep_sums(s.sums.query, sums.x, sums.y);
+    } else {
+      scale_rows(d, scale[0], scale[1]);
+    }
     if (a.qk_l2norm) through_l2norm(d, q, scale[0] / a.scale, scale[1] / a.scale);
     if (kIsBfloat16<T> && s.whole[step % 2].long_rows) divide_rows(d, f.query_unit);
     s.grad_o_read[kept].wait(kept_round);
@@ -339,7 +319,7 @@ struct TokenGradients {
     store_rows(a.grad_q, maps.grad_q, s.grad_o[kept], d, begin, tokens);
   }
 
-  // d (+)= (x U) dS^T, U's rows scaled on the way to the registers.
+  // Starts d (+)= (x U) dS^T, U's rows scaled on the way to the registers.
   __device__ __forceinline__ void add_scaled_writes(float (&d)[kDim / 2], const TokenFactors& f,
                                                     bool add) {
     const float scale[2] = {f.x[row0], f.x[row0 + 8]};
@@ -361,6 +341,10 @@ struct TokenGradients {
           }
         }
       }
+      if (i0 > 0) {
+        wait_products<0>();
+        pin(d);
+      }
       fence_products();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -369,8 +353,6 @@ struct TokenGradients {
                            add || i0 + i > 0);
       }
       commit_products();
-      wait_products<0>();
-      pin(d);
     }
   }
 
@@ -398,21 +380,21 @@ struct TokenGradients {
     s.grad_state_full[kept].wait(kept_round);
     if constexpr (kDecay) {
       add_scaled_writes(d, f, kErase);
-      arrive_warp(s.u_free[kept]);
-      arrive_warp(s.grad_state_free[kept]);
-      const float2 all = tile_dots(d, k);
-      keep_sums(s.sums.xk, all.x - f.z[row0] * zk.x, all.y - f.z[row0 + 8] * zk.y);
-      s.sums_full.arrive();
     } else {
       s.sums_full.arrive();
       pin(d);
       multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
     }
     add_square(d, s.pairs[1], q);
-    if constexpr (!kDecay) {
-      wait_products<1>();
-      arrive_warp(s.u_free[kept]);
-      arrive_warp(s.grad_state_free[kept]);
+    wait_products<1>();
+    arrive_warp(s.u_free[kept]);
+    arrive_warp(s.grad_state_free[kept]);
+    if constexpr (kDecay) {
+      wait_products<0>();
+      pin(d);
+      const float2 all = tile_dots(d, k);
+      keep_sums(s.sums.key, all.x - f.z[row0] * zk.x, all.y - f.z[row0 + 8] * zk.y);
+      s.sums_full.arrive();
     }
     if constexpr (kErase) {
       s.diagonal_full.wait(round);
