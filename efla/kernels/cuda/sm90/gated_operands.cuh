@@ -150,9 +150,9 @@ __device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const Token
     gate[j] = float_pair(f.gate, rows.column(warp, j));
   }
   uint32_t x[4];
-  rows.template visit_diagonal<true>(own_pair, far, gate, own, [&](int at, int h, float u, float v) {
-    x[at / 2] = pack<T>(u * by[h], v * by[h]);
-  });
+  rows.template visit_diagonal<true>(
+      own_pair, far, gate, own,
+      [&](int at, int h, float u, float v) { x[at / 2] = pack<T>(u * by[h], v * by[h]); });
   stmatrix_x4(direct ^ warp << 5, x);
   stmatrix_x4_transposed(turned + 2048 * warp, x);
 }
@@ -214,6 +214,10 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
     stmatrix_x4_transposed(turned + 2048 * block, x);
   }
   if (warp / kBlocks == group) {
+    if (kUpdateDots<T, true> && on_diagonal(lane)) {
+      const float2 dots = own_diagonal(own_pair, lane);
+      s.sums.update[rows.row(0)] = dots.x, s.sums.update[rows.row(1)] = dots.y;
+    }
     const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
     float2 far[2], gate[2];
 #pragma unroll

@@ -10,6 +10,7 @@ namespace efla::cuda::sm90 {
 template <typename T, int kDim, bool kErase, bool kDecay>
 struct ScalarGradients {
   using Shared = GradientShared<kDim>;
+  static constexpr bool kDots = kUpdateDots<T, kErase>;
   const ChunkArgs& a;
   Shared& s;
   const Place& p;
@@ -25,11 +26,12 @@ struct ScalarGradients {
     StepSlopes<float> slopes;
     float norm, through_norm;  // |k| and Gamma r |k|
     float erase;               // with decay
+    float over;  // of dR.u: with decay 1 / w, else 1 / e times the factors of its hats
   };
 
   static __device__ __forceinline__ void sync() { sync_threads(3, 32 * kScalarWarps); }
 
-  // Reads the inputs of a chunk's token, and sends for its v.
+  // Reads the inputs of a chunk's token, and sends for its v where that is needed.
   __device__ __forceinline__ Input begin(int chunk) {
     const float* squares = a.scalars + workspace_place(a, p, chunk) * kScalarRows * kC + t;
     Input x{0.f, 0.f, squares[kKeySquare * kC], 0.f};
@@ -38,10 +40,12 @@ struct ScalarGradients {
     const int64_t token = p.begin + int64_t{chunk} * kC + t;
     x.beta = *element<float>(a.beta, p.row, token, p.hv);
     if constexpr (kDecay) x.log_decay = *element<float>(a.log_decay, p.row, token, p.hv);
-    const T* v = element<T>(a.v, p.row, token, p.hv);
+    if constexpr (!kDots) {
+      const T* v = element<T>(a.v, p.row, token, p.hv);
 #pragma unroll
-    for (int n = 0; n < Shared::kTiles; ++n) {
-      if (64 * n < a.value_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
+      for (int n = 0; n < Shared::kTiles; ++n) {
+        if (64 * n < a.value_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
+      }
     }
     return x;
   }
@@ -60,8 +64,8 @@ struct ScalarGradients {
     return kIsBfloat16<T> && !a.qk_l2norm ? f.key_unit.get(t) : 1.f;
   }
 
-  // The coefficients of the chunk in ring stage `stage`, and their slopes. Shortens this token's row
-  // of K and Q where the forward walk did; the squares are those behind that.
+  // The coefficients of the chunk in ring stage `stage`, and their slopes. Shortens this token's
+  // row of K and Q where the forward walk did; the squares are those behind that.
   __device__ __forceinline__ Token make_factors(const Input& x, int stage, TokenFactors& f,
                                                 int tokens) {
     if constexpr (kIsBfloat16<T>) {
@@ -114,6 +118,11 @@ struct ScalarGradients {
     f.y[t] = kDecay ? query * gamma : 1.f;
     token.through_norm = -gamma * row;
     token.erase = c.erase;
+    if constexpr (kDots) {
+      const float least = least_step(token.norm);
+      token.over = kDecay ? 1.f / bounded_step(c.write, least)
+                          : token.norm / (key_scale * bounded_step(c.erase, least));
+    }
     return token;
   }
 
@@ -126,9 +135,11 @@ struct ScalarGradients {
 
   // de, dw through the step rule; 2 dlambda goes on the diagonal of (B + B^T). With decay what
   // passes through the gate is still to be added.
-  __device__ __forceinline__ StepInputGradients<float> finish_step(
-      const Token& x, const TokenFactors& f, float grad_erase, float write_dot) {
-    const auto g = key_gradients(x.slopes, {0.f, grad_erase, x.norm * write_dot});
+  __device__ __forceinline__ StepInputGradients<float> finish_step(const Token& x,
+                                                                   const TokenFactors& f,
+                                                                   float grad_erase,
+                                                                   float grad_write) {
+    const auto g = key_gradients(x.slopes, {0.f, grad_erase, grad_write});
     if constexpr (kErase) {
       const float key_scale = f.key[t];
       *reinterpret_cast<T*>(s.pairs[2] + tile_offset(t, t)) =
@@ -141,9 +152,13 @@ struct ScalarGradients {
   // Without decay.
   __device__ __forceinline__ void finish(const Token& x, const TokenFactors& f, int64_t begin,
                                          int tokens, float write_dot) {
-    float grad_erase = 0.f;
-    if constexpr (kErase) grad_erase = s.sums.lower[t] - x.through_norm * s.sums.zk[t];
-    const auto g = finish_step(x, f, grad_erase, write_dot);
+    float grad_erase = 0.f, grad_write = x.norm * write_dot;
+    if constexpr (kDots) {  // w is e times a constant: both at once
+      grad_erase = x.over * s.sums.update[t], grad_write = 0.f;
+    } else if constexpr (kErase) {
+      grad_erase = s.sums.lower[t] - x.through_norm * s.sums.zk[t];
+    }
+    const auto g = finish_step(x, f, grad_erase, grad_write);
     s.diagonal_full.arrive();  // the sums have been read, too
     if (t >= tokens) return;
     store(a.grad_beta, begin, g.beta);
@@ -155,20 +170,21 @@ struct ScalarGradients {
   __device__ __forceinline__ void finish_gated(const Token& x, const TokenFactors& f, int64_t begin,
                                                int tokens, float write_dot, float through,
                                                uint32_t round) {
-    float grad_erase = 0.f, gate = 0.f;
+    float grad_erase = 0.f, grad_write = x.norm * write_dot, gate = 0.f;
     if constexpr (kErase) {
-      s.lower_full.wait(round);
       grad_erase = s.sums.lower[t];
       if (Shared::kTiles == 2 && t >= kC / 2) grad_erase += lower_rows(s.sums, 1)[t];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i >= t / 16) gate -= s.sums.columns[i][t];
       }
+      if constexpr (kDots) grad_write = s.sums.update[t];
       s.erased_full.wait(round);
       grad_erase -= x.through_norm * s.sums.zk[t];
       gate += x.erase * grad_erase;
+      if constexpr (kDots) grad_write = (grad_write - x.erase * grad_erase) * x.over;
     }
-    const auto g = finish_step(x, f, grad_erase, write_dot);
+    const auto g = finish_step(x, f, grad_erase, grad_write);
     if constexpr (kErase) s.diagonal_full.arrive();
     s.sums_full.wait(round);
     gate += s.sums.query[t] - s.sums.key[t];
@@ -219,11 +235,13 @@ struct ScalarGradients {
     const int chunk = reversed(chunks_of(p), step);
     const int64_t begin = p.begin + int64_t{chunk} * kC;
     const TokenFactors& f = s.factors[step % 2];
-    s.write_dot_full.wait(round);
-    float write_dot = s.write_dot[step % 2][0][t];
+    float write_dot = 0.f, through = 0.f;
+    if constexpr (kErase && kDecay) s.lower_full.wait(round);
+    if constexpr (!kDots) {
+      s.write_dot_full.wait(round);
 #pragma unroll
-    for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[step % 2][n][t];
-    float through = 0.f;
+      for (int n = 0; n < Shared::kTiles; ++n) write_dot += s.write_dot[step % 2][n][t];
+    }
     if constexpr (kDecay) {
       for (const float part : s.through[step % 2]) through += part;
     }

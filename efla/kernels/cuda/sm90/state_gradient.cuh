@@ -68,8 +68,9 @@ __device__ __forceinline__ float sum_warp(float x) {
   return x;
 }
 
-// dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, 16 rows at a time.
-template <typename T, bool kPadded>
+// dV = w dR of a warpgroup's columns of V and, with kDots, dR.v; 8 lanes to a row, 16 rows at a
+// time.
+template <typename T, bool kPadded, bool kDots>
 struct ValueGradients {
   const ChunkArgs& a;
   const Place& p;
@@ -79,6 +80,7 @@ struct ValueGradients {
 
   // Reads v, long ahead of its use: it comes from far.
   __device__ __forceinline__ void read(uint4 (&value)[kC / 16]) const {
+    if constexpr (!kDots) return;
     const int thread = read_thread() % kWarpgroup;
     // Beyond V dR is zero: any v will do there.
     int c = column + thread % 8 * 8;
@@ -101,13 +103,15 @@ struct ValueGradients {
     for (int i = 0; i < kC / 16; ++i, out += 16 * a.grad_v.token) {
       const uint4 grad = *reinterpret_cast<const uint4*>(
           grad_r + tile_offset(thread / 8, thread % 8 * 8) + i * 16 * 128);
-      float sum = dot<T>(grad, value[i]);
-#pragma unroll
-      for (int offset = 1; offset < 8; offset *= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      }
       const int row = 16 * i + thread / 8;
-      if (thread % 8 == 0) write_dot[row] = sum;
+      if constexpr (kDots) {
+        float sum = dot<T>(grad, value[i]);
+#pragma unroll
+        for (int offset = 1; offset < 8; offset *= 2) {
+          sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        }
+        if (thread % 8 == 0) write_dot[row] = sum;
+      }
       const float w = write[row];
       const uint32_t g[4] = {grad.x, grad.y, grad.z, grad.w};
       uint32_t x[4];
@@ -255,8 +259,9 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       pin(u);
     }
     const int chunk = reversed(chunks, step);
-    const ValueGradients<T, kPadded> values{a, p, column, p.begin + int64_t{chunk} * kC,
-                                            tokens_of(p, chunk)};
+    constexpr bool kWriteDots = !kUpdateDots<T, kErase>;
+    const ValueGradients<T, kPadded, kWriteDots> values{a, p, column, p.begin + int64_t{chunk} * kC,
+                                                        tokens_of(p, chunk)};
     uint4 value[kC / 16];
     uint32_t r[4][4];
 #pragma unroll
@@ -326,7 +331,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     if constexpr (!kAdvance) {  // while the products run
       sync_threads(4 + group, kWarpgroup);
       values.make(s.grad_r[kept][group], scalars.write, value, s.write_dot[step_now() % 2][group]);
-      s.write_dot_full.arrive();
+      if constexpr (kWriteDots) s.write_dot_full.arrive();
     }
     s.triangles_free[j].arrive();  // each thread has read scalars
     wait_products<0>();

@@ -18,6 +18,7 @@ namespace efla::cuda::sm90 {
 template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay>
 struct TokenGradients {
   static constexpr int kTiles = kDim / 64, kKept = GradientShared<kDim>::kKept;
+  static constexpr bool kDots = kUpdateDots<T, kErase>;
   const BackwardMaps& maps;
   const ChunkArgs& a;
   GradientShared<kDim>& s;
@@ -124,8 +125,9 @@ struct TokenGradients {
 
   // Without decay, the C x C operands and their sums. kScores: rows are i, columns t >= i; from
   // pair = U dO^T s.pairs[0] = dP / scale and s.pairs[1] = (scale dP)^T, for K and Q as stored.
-  // Else rows are t, columns i < t; from pair = dR U^T and gram = K K^T s.pairs[2] = B + B^T for K
-  // as stored, its diagonal zero. So a warp has as much of both together as the others.
+  // Else rows are t, columns i < t; from pair = dR U^T and (without kDots) gram = K K^T s.pairs[2]
+  // = B + B^T for K as stored, its diagonal zero. So a warp has as much of both together as the
+  // others.
   template <bool kScores>
   __device__ __forceinline__ void make_operands(const float (&pair)[32], const float (&gram)[32],
                                                 const TokenFactors& f) {
@@ -136,6 +138,10 @@ struct TokenGradients {
     for (int block = 0; block < 4; ++block) {  // 16 columns; registers as of an operand A
       uint32_t plain[4] = {}, scaled[4] = {};
       const bool same = block == warp;
+      if (!kScores && kDots && same && on_diagonal(lane)) {
+        const float2 dots = own_diagonal(&pair[8 * block], lane);
+        s.sums.update[row0] = dots.x, s.sums.update[row0 + 8] = dots.y;
+      }
       if (kScores ? block >= warp : block <= warp) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -158,7 +164,7 @@ struct TokenGradients {
             }
             const float sx = x * (kScores ? query.x : symmetric[h]);
             const float sy = y * (kScores ? query.y : symmetric[h]);
-            if constexpr (!kScores) {
+            if constexpr (!kScores && !kDots) {
               const float gx = x * gram[at], gy = y * gram[at + 1];
               sums[h] += gx + gy;
             }
@@ -185,7 +191,7 @@ struct TokenGradients {
         stmatrix_x4(shared_address(s.pairs[2]) + direct_at, direct);
       }
     }
-    if constexpr (!kScores) {
+    if constexpr (!kScores && !kDots) {
       const float x = sum_quad(sums[0]), y = sum_quad(sums[1]);
       keep_sums(s.sums.lower, f.row[row0] * x, f.row[row0 + 8] * y);
     }
@@ -279,12 +285,13 @@ struct TokenGradients {
     if constexpr (kErase && !kDecay) {
       fence_products();
       multiply_rows(pair, s.grad_r[kept], s.u[kept]);
-      multiply_rows(gram, k, k);
+      if constexpr (!kDots) multiply_rows(gram, k, k);
       commit_products();
       wait_products<0>();
       pin(pair);
-      pin(gram);
+      if constexpr (!kDots) pin(gram);
       make_operands<false>(pair, gram, f);
+      if constexpr (kDots) s.sums_full.arrive();
     }
     fence_async_proxy();
     sync();
@@ -367,10 +374,10 @@ struct TokenGradients {
       pin(d);
       if constexpr (kDecay) {
         zk = tile_dots(d, k);
-      } else {
+      } else if constexpr (!kDots) {
         zk = row_dots(d, k);
       }
-      keep_sums(s.sums.zk, zk.x, zk.y);
+      if constexpr (kDecay || !kDots) keep_sums(s.sums.zk, zk.x, zk.y);
       if constexpr (kDecay) s.erased_full.arrive();
       scale_rows(d, f.z[row0], f.z[row0 + 8]);
     }
@@ -381,7 +388,7 @@ struct TokenGradients {
     if constexpr (kDecay) {
       add_scaled_writes(d, f, kErase);
     } else {
-      s.sums_full.arrive();
+      if constexpr (!kDots) s.sums_full.arrive();
       pin(d);
       multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
     }
