@@ -16,6 +16,10 @@ struct BackwardMaps {
 
 using Tile = unsigned char[kC * 128];  // 64 rows of 64 columns
 
+// Whether the chain makes B + B^T, in time that it has; else the tokens' warpgroup does.
+template <typename T, bool kErase, bool kDecay>
+inline constexpr bool kLowerByChain = kErase && (kDecay || kUpdateDots<T, kErase>);
+
 // A power of two per token, as the exponent of a float.
 struct Units {
   unsigned char exponent[kC];
@@ -103,10 +107,10 @@ struct BackwardShared {
   Barrier grad_r_full[kKept], grad_r_free[kKept];
   Barrier factors_full[2], factors_free[2];
   Barrier sums_full, write_dot_full, diagonal_full;
-  Barrier cleared;  // zeros in place of what lies behind the sequence
-  // With decay: B + B^T, and what its sums leave in pairs[0] and columns[0]; zk; sums.
-  Barrier lower_full, lower_free, erased_full, sums_free;
-  float through[2][4 * kTiles];  // parts of <S, dS> behind the chunk, by warp of the chain
+  Barrier cleared;                 // zeros in place of what lies behind the sequence
+  Barrier lower_full, lower_free;  // kLowerByChain: B + B^T and its sums
+  Barrier erased_full, sums_free;  // with decay: zk; sums
+  float through[2][4 * kTiles];    // parts of <S, dS> behind the chunk, by warp of the chain
 };
 
 template <int kDim>

@@ -236,7 +236,7 @@ struct ScalarGradients {
     const int64_t begin = p.begin + int64_t{chunk} * kC;
     const TokenFactors& f = s.factors[step % 2];
     float write_dot = 0.f, through = 0.f;
-    if constexpr (kErase && kDecay) s.lower_full.wait(round);
+    if constexpr (kLowerByChain<T, kErase, kDecay>) s.lower_full.wait(round);
     if constexpr (!kDots) {
       s.write_dot_full.wait(round);
 #pragma unroll
@@ -251,7 +251,7 @@ struct ScalarGradients {
     if constexpr (kDecay) {
       finish_gated(token, f, begin, tokens_of(p, chunk), write_dot, through, round);
     } else {
-      s.sums_full.wait(round);
+      if constexpr (!kDots) s.sums_full.wait(round);
       finish(token, f, begin, tokens_of(p, chunk), write_dot);
     }
   }

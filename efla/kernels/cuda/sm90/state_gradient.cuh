@@ -156,6 +156,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                               column);
     scale_state(state, inverse);
   }
+  constexpr bool kLower = kLowerByChain<T, kErase, kDecay> && !kAdvance;
+  constexpr bool kHides = (kDecay || kLower) && !kAdvance;
   Ring<Shared::kStages> ring;
 #pragma unroll 1
   for (int step = 0; step < chunks; ++step) {
@@ -166,16 +168,16 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     const ChunkScalars& scalars = s.scalars[j];
     const int kept = kAdvance ? 0 : j;
     const uint32_t round = step / Shared::kOthers & 1;
-    // With decay what follows from the step is found anew for each use: kept, it would be spilled.
+    // What follows from the step is found anew for each use: kept, it would be spilled.
     const auto step_now = [&] {
       int now = step;
-      if constexpr (kDecay && !kAdvance) hide_index<(1 << 30)>(now);
+      if constexpr (kHides) hide_index<(1 << 30)>(now);
       return now;
     };
     const auto round_now = [&] {
-      return kDecay ? static_cast<uint32_t>(step_now() / Shared::kOthers & 1) : round;
+      return kHides ? static_cast<uint32_t>(step_now() / Shared::kOthers & 1) : round;
     };
-    const auto stage_now = [&] { return kDecay && !kAdvance ? step_now() % 2 : i; };
+    const auto stage_now = [&] { return kHides ? step_now() % 2 : i; };
     s.tokens_full[i].wait(tokens_round);
     if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
       clear_slack(s, tokens_of(p, reversed(chunks, 0)));
@@ -336,13 +338,13 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     s.triangles_free[j].arrive();  // each thread has read scalars
     wait_products<0>();
     pin(state);
-    if constexpr (!kAdvance && kErase && kDecay) {
+    if constexpr (kLower) {
       const int now = step_now(), stage = now % 2;
       s.factors_full[stage].wait(now / 2 & 1);
       s.u_full[kept].wait(now / Shared::kOthers & 1);
       s.grad_r_full[kept].wait(now / Shared::kOthers & 1);
       s.lower_free.wait((now & 1) ^ 1);
-      make_lower<T, kDim>(s, s.factors[stage], s.k[stage], kept);
+      make_lower<T, kDecay>(s, s.factors[stage], s.k[stage], kept);
       s.lower_full.arrive();
       s.factors_free[stage].arrive();
       arrive_warp(s.u_free[kept]);

@@ -18,7 +18,7 @@ namespace efla::cuda::sm90 {
 template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay>
 struct TokenGradients {
   static constexpr int kTiles = kDim / 64, kKept = GradientShared<kDim>::kKept;
-  static constexpr bool kDots = kUpdateDots<T, kErase>;
+  static constexpr bool kByChain = kLowerByChain<T, kErase, kDecay>;
   const BackwardMaps& maps;
   const ChunkArgs& a;
   GradientShared<kDim>& s;
@@ -138,10 +138,6 @@ struct TokenGradients {
     for (int block = 0; block < 4; ++block) {  // 16 columns; registers as of an operand A
       uint32_t plain[4] = {}, scaled[4] = {};
       const bool same = block == warp;
-      if (!kScores && kDots && same && on_diagonal(lane)) {
-        const float2 dots = own_diagonal(&pair[8 * block], lane);
-        s.sums.update[row0] = dots.x, s.sums.update[row0 + 8] = dots.y;
-      }
       if (kScores ? block >= warp : block <= warp) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -164,7 +160,7 @@ struct TokenGradients {
             }
             const float sx = x * (kScores ? query.x : symmetric[h]);
             const float sy = y * (kScores ? query.y : symmetric[h]);
-            if constexpr (!kScores && !kDots) {
+            if constexpr (!kScores) {
               const float gx = x * gram[at], gy = y * gram[at + 1];
               sums[h] += gx + gy;
             }
@@ -191,7 +187,7 @@ struct TokenGradients {
         stmatrix_x4(shared_address(s.pairs[2]) + direct_at, direct);
       }
     }
-    if constexpr (!kScores && !kDots) {
+    if constexpr (!kScores) {
       const float x = sum_quad(sums[0]), y = sum_quad(sums[1]);
       keep_sums(s.sums.lower, f.row[row0] * x, f.row[row0 + 8] * y);
     }
@@ -280,18 +276,17 @@ struct TokenGradients {
       make_scores<T, kDim>(s, f, pair, warp, lane);
     } else {
       make_operands<true>(pair, gram, f);
-      s.grad_r_full[kept].wait(kept_round);
     }
-    if constexpr (kErase && !kDecay) {
+    if constexpr (kErase && !kByChain) {
+      s.grad_r_full[kept].wait(kept_round);
       fence_products();
       multiply_rows(pair, s.grad_r[kept], s.u[kept]);
-      if constexpr (!kDots) multiply_rows(gram, k, k);
+      multiply_rows(gram, k, k);
       commit_products();
       wait_products<0>();
       pin(pair);
-      if constexpr (!kDots) pin(gram);
+      pin(gram);
       make_operands<false>(pair, gram, f);
-      if constexpr (kDots) s.sums_full.arrive();
     }
     fence_async_proxy();
     sync();
@@ -367,17 +362,17 @@ struct TokenGradients {
                                                 int64_t begin, int tokens, uint32_t round) {
     float d[kDim / 2];
     float2 zk = make_float2(0.f, 0.f);
-    if constexpr (kDecay) s.grad_r_full[kept].wait(kept_round);
+    s.grad_r_full[kept].wait(kept_round);
     if constexpr (kErase) {
       multiply_state(d, s.grad_r[kept], s.state[kept], false);
       wait_products<0>();
       pin(d);
       if constexpr (kDecay) {
         zk = tile_dots(d, k);
-      } else if constexpr (!kDots) {
+      } else if constexpr (!kByChain) {
         zk = row_dots(d, k);
       }
-      if constexpr (kDecay || !kDots) keep_sums(s.sums.zk, zk.x, zk.y);
+      if constexpr (kDecay || !kByChain) keep_sums(s.sums.zk, zk.x, zk.y);
       if constexpr (kDecay) s.erased_full.arrive();
       scale_rows(d, f.z[row0], f.z[row0 + 8]);
     }
@@ -388,7 +383,7 @@ struct TokenGradients {
     if constexpr (kDecay) {
       add_scaled_writes(d, f, kErase);
     } else {
-      if constexpr (!kDots) s.sums_full.arrive();
+      if constexpr (!kByChain) s.sums_full.arrive();
       pin(d);
       multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
     }
@@ -411,7 +406,7 @@ struct TokenGradients {
     }
     wait_products<0>();
     pin(d);
-    if constexpr (kErase && kDecay) arrive_warp(s.lower_free);
+    if constexpr (kByChain) arrive_warp(s.lower_free);
     if (a.qk_l2norm) through_l2norm(d, k, f.key[row0], f.key[row0 + 8]);
     // Read by the lane that says below that its warp is done with K and Q and what came with them.
     if (kIsBfloat16<T> && __any_sync(0xffffffffu, lane == 0 && s.whole[step % 2].long_rows)) {
