@@ -16,10 +16,6 @@ struct BackwardMaps {
 
 using Tile = unsigned char[kC * 128];  // 64 rows of 64 columns
 
-// Whether the chain makes B + B^T, in time that it has; else the tokens' warpgroup does.
-template <typename T, bool kErase, bool kDecay>
-inline constexpr bool kLowerByChain = kErase && (kDecay || kUpdateDots<T, kErase>);
-
 // A power of two per token, as the exponent of a float.
 struct Units {
   unsigned char exponent[kC];
@@ -56,9 +52,8 @@ struct TokenFactors {
 
 // Per token, the other way.
 struct TokenSums {
-  float update[kC];  // dR.u in bfloat16: hats of both, or without decay U as it is kept
-  float zk[kC];      // else, or with decay: row sums of Z o K
-  float lower[kC];   // and of D o dL o KK^T
+  float zk[kC];     // row sums of Z o K
+  float lower[kC];  // and of D o dL o KK^T
   // With decay q.dQ, and k.dK of what is not yet its part of B; the column sums of B o KK^T by
   // warp, for the blocks of 16 up to the warp's own.
   float query[kC], key[kC], columns[4][kC];
@@ -92,8 +87,8 @@ struct BackwardShared {
   WholeChunk whole[kStages];      // of these, with k and q
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
-  float write_dot[2][kTiles][kC];  // where there is no dR.u dR.v by tile of V, of alternate chunks
-  float halves[2][kScalarWarps];   // parts of a sum over tokens, by warp, likewise
+  float write_dot[2][kTiles][kC];      // dR.v by tile of V, of alternate chunks
+  float halves[2][kScalarWarps];       // parts of a sum over tokens, by warp, likewise
 
   Place place;  // of the block; here, and not in registers, where it would spill
 
@@ -107,10 +102,10 @@ struct BackwardShared {
   Barrier grad_r_full[kKept], grad_r_free[kKept];
   Barrier factors_full[2], factors_free[2];
   Barrier sums_full, write_dot_full, diagonal_full;
-  Barrier cleared;                 // zeros in place of what lies behind the sequence
-  Barrier lower_full, lower_free;  // kLowerByChain: B + B^T and its sums
-  Barrier erased_full, sums_free;  // with decay: zk; sums
-  float through[2][4 * kTiles];    // parts of <S, dS> behind the chunk, by warp of the chain
+  Barrier cleared;  // zeros in place of what lies behind the sequence
+  // With decay: B + B^T, and what its sums leave in pairs[0] and columns[0]; zk; sums.
+  Barrier lower_full, lower_free, erased_full, sums_free;
+  float through[2][4 * kTiles];  // parts of <S, dS> behind the chunk, by warp of the chain
 };
 
 template <int kDim>
@@ -159,11 +154,18 @@ struct SplitPair {
   }
 };
 
-// Of the 16 x 16 block of an accumulator whose eight registers these are: whether the lane has
-// diagonal elements, of rows lane / 4 and lane / 4 + 8, and them.
+// Adds to d the 16 x 16 matrix X Y^T for 16 rows of 16 columns of each, packed as an operand A.
+template <typename T>
+__device__ __forceinline__ void add_dots(CFragment (&d)[2], const uint32_t (&x)[4],
+                                         const uint32_t (&y)[4]) {
+  const AFragment<T> a = {{x[0], x[1], x[2], x[3]}};
+  mma<T>(d[0], a, {{y[0], y[2]}});
+  mma<T>(d[1], a, {{y[1], y[3]}});
+}
+// Whether the lane has diagonal elements of it, of rows lane / 4 and lane / 4 + 8: these.
 __device__ __forceinline__ bool on_diagonal(int lane) { return lane % 4 == lane / 8; }
-__device__ __forceinline__ float2 own_diagonal(const float* x, int lane) {
-  return lane / 4 % 2 == 0 ? make_float2(x[0], x[6]) : make_float2(x[1], x[7]);
+__device__ __forceinline__ float2 diagonal(const CFragment (&d)[2], int lane) {
+  return lane / 4 % 2 == 0 ? make_float2(d[0][0], d[1][2]) : make_float2(d[0][1], d[1][3]);
 }
 
 // Of two pieces of 8 elements.

@@ -130,7 +130,7 @@ struct RowScalars {
   float scale[2];  // e |k|, of row t of L_hat
   float head[2];   // the same, and the decay from before these 16 tokens
   float gate[2];
-  int wide = 1;                    // see WholeChunk
+  int wide = 1;                   // see WholeChunk
   float key_square, query_square;  // of own_row(), the latter where it was asked for
 };
 
@@ -198,36 +198,6 @@ __device__ __forceinline__ float own_query_square(const unsigned char* q, int co
   return sum + __shfl_xor_sync(0xffffffffu, sum, 1);
 }
 
-// Whether the backward finds the step rule's gradients with the help of dR.u = e de + w dw
-// (scalar_gradients.cuh). Half has not the range for U of tokens that write little.
-template <typename T, bool kErase>
-inline constexpr bool kUpdateDots = kIsBfloat16<T>&& kErase;
-
-// It then divides by e or w, which therefore are at least this: a token with beta = 0 has to leave
-// a U, too, if one that cannot be seen. `norm` is |k|, 1 for a zero key.
-__device__ __forceinline__ float least_step(float norm) {
-  const float n = fminf(fmaxf(norm, 1.f), 0x1p30f);
-  return 0x1p-60f / (n * n);
-}
-__device__ __forceinline__ float bounded_step(float x, float least) {
-  return fabsf(x) < least ? least : x;
-}
-
-// Without decay, where both are the same, e and w in their proportion; with decay w.
-template <bool kDecay>
-__device__ __forceinline__ void bound_step(const ChunkArgs& a, HatCoefficients& c, float square,
-                                           float root) {
-  const float key_scale = a.qk_l2norm ? rsqrtf(square + 1e-6f) : 1.f;
-  const float norm = square > 0.f ? square * root * key_scale : 1.f;
-  const float least = least_step(norm) * norm;
-  if constexpr (kDecay) {
-    c.write = bounded_step(c.write, least);
-  } else if (fabsf(c.erase) < least * key_scale) {
-    c.erase = least * key_scale;
-    c.write = c.erase * c.ratio;
-  }
-}
-
 // Leaves the squares of own_row() in a chunk's scalars in the workspace.
 __device__ __forceinline__ void keep_squares(const ChunkArgs& a, int64_t place,
                                              const RowScalars& rows, int thread) {
@@ -262,10 +232,8 @@ inline constexpr float kLeastFactor = 0x1p-40f;
 // The scalars of one chunk, whose tokens were read to buffer j. False: rows of k, or of q where
 // they are normalised, may have been long and have been shortened; then kk is to be made anew, and
 // this called `again`; `warp` is that of the thread, the same in a register that all share. (To
-// keep kk and the rest until then would take registers that nobody has.) kBounds: bound_step(),
-// where it is for the backward.
-template <typename T, int kK, bool kDecay, bool kScores, bool kFolded, bool kBounds,
-          typename Scratch>
+// keep kk and the rest until then would take registers that nobody has.)
+template <typename T, int kK, bool kDecay, bool kScores, bool kFolded, typename Scratch>
 __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& a, Scratch& s,
                                              const float (&kk)[32], unsigned char* k,
                                              unsigned char* q, ChunkScalars& scalars,
@@ -292,9 +260,6 @@ __device__ __forceinline__ bool make_scalars(RowScalars& rows, const ChunkArgs& 
   if (row < tokens) {
     const TokenInput token{s.beta[j][row], kDecay ? s.log_decay[j][row] : 0.f};
     c = hat_coefficients<kDecay>(a, token, square, root, again ? s.unit[row] : 1.f);
-    if constexpr (kBounds) {
-      if (a.scores) bound_step<kDecay>(a, c, square, root);
-    }
   }
   hide_index<kWarpgroup>(thread);  // or addresses are kept across what few tokens need, and spill
   lane = thread % 32, row = own_row(thread), writes = lane % 2 == 0;

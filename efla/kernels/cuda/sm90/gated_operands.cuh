@@ -150,25 +150,16 @@ __device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const Token
     gate[j] = float_pair(f.gate, rows.column(warp, j));
   }
   uint32_t x[4];
-  rows.template visit_diagonal<true>(
-      own_pair, far, gate, own,
-      [&](int at, int h, float u, float v) { x[at / 2] = pack<T>(u * by[h], v * by[h]); });
+  rows.template visit_diagonal<true>(own_pair, far, gate, own, [&](int at, int h, float u, float v) {
+    x[at / 2] = pack<T>(u * by[h], v * by[h]);
+  });
   stmatrix_x4(direct ^ warp << 5, x);
   stmatrix_x4_transposed(turned + 2048 * warp, x);
 }
 
-// x, a block of B without its upper half, and its transpose in one: where one has elements the
-// other has zeros.
-template <typename T>
-__device__ __forceinline__ void store_symmetric(uint32_t to, const uint32_t (&x)[4]) {
-  const uint32_t both[4] = {add_pairs<T>(x[0], transpose(x[0])), x[1], transpose(x[1]),
-                            add_pairs<T>(x[3], transpose(x[3]))};
-  stmatrix_x4(to, both);
-}
-
-// From dR U^T and, with decay, K K^T, rows t and columns i < t: s.pairs[2] = B + B^T, its diagonal
-// zero. The products and 64 / kTiles columns of it by each of the chain's warpgroups.
-template <typename T, bool kDecay, int kDim>
+// From dR U^T and K K^T, rows t and columns i < t: s.pairs[2] = B + B^T, its diagonal zero. The
+// products and 64 / kTiles columns of it by each of the chain's warpgroups.
+template <typename T, int kDim>
 __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenFactors& f,
                                            const Tile* k, int kept) {
   constexpr int kTiles = kDim / 64, kColumns = kC / kTiles, kBlocks = kColumns / 16;
@@ -187,12 +178,10 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
     product_shared<T>(pair, describe_rows(s.grad_r[kept][i / 4]) + (none + i % 4 * 2),
                       describe_rows(s.u[kept][i / 4]) + (from_row + i % 4 * 2), i > 0);
   }
-  if constexpr (kDecay) {
 #pragma unroll
-    for (int i = 0; i < kDim / 16; ++i) {
-      product_shared<T>(gram, describe_rows(k[i / 4]) + i % 4 * 2,
-                        describe_rows(k[i / 4]) + (from_row + i % 4 * 2), i > 0);
-    }
+  for (int i = 0; i < kDim / 16; ++i) {
+    product_shared<T>(gram, describe_rows(k[i / 4]) + i % 4 * 2,
+                      describe_rows(k[i / 4]) + (from_row + i % 4 * 2), i > 0);
   }
   commit_products();
   GatedRows<T> rows{warp, lane};
@@ -202,30 +191,16 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
   const float symmetric[2] = {f.symmetric[rows.row(0)], f.symmetric[rows.row(1)]};
   wait_products<0>();
   pin(pair);
-  if constexpr (kDecay) pin(gram);
+  pin(gram);
   float own_pair[8], own_gram[8];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     const int block = first + b;
     if (b == 0 || block == warp) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        own_pair[n] = pair[8 * b + n];
-        if constexpr (kDecay) own_gram[n] = gram[8 * b + n];
-      }
+      for (int n = 0; n < 8; ++n) own_pair[n] = pair[8 * b + n], own_gram[n] = gram[8 * b + n];
     }
     if (block >= warp) continue;
-    if constexpr (!kDecay) {
-      uint32_t x[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float* both = &pair[8 * b + 2 * n];
-        x[n] = pack<T>(both[0] * symmetric[n % 2], both[1] * symmetric[n % 2]);
-      }
-      stmatrix_x4(direct ^ block << 5, x);
-      stmatrix_x4_transposed(turned + 2048 * block, x);
-      continue;
-    }
     const float between = GateFactors(f.block_gate).between(block, warp);
     const float from[2] = {f.head[rows.row(0)] * between, f.head[rows.row(1)] * between};
     const float by[2] = {symmetric[0] * from[0], symmetric[1] * from[1]};
@@ -239,45 +214,30 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
     stmatrix_x4_transposed(turned + 2048 * block, x);
   }
   if (warp / kBlocks == group) {
-    if (kUpdateDots<T, true> && on_diagonal(lane)) {
-      const float2 dots = own_diagonal(own_pair, lane);
-      s.sums.update[rows.row(0)] = dots.x, s.sums.update[rows.row(1)] = dots.y;
+    const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
+    float2 far[2], gate[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      far[j] = float_pair(f.column, rows.column(warp, j));
+      gate[j] = float_pair(f.gate, rows.column(warp, j));
     }
     uint32_t x[4];
-    if constexpr (kDecay) {
-      const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
-      float2 far[2], gate[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        far[j] = float_pair(f.column, rows.column(warp, j));
-        gate[j] = float_pair(f.gate, rows.column(warp, j));
-      }
-      float columns[4] = {};
-      rows.template visit_diagonal<false>(
-          own_pair, far, gate, own, [&](int at, int h, float u, float v) {
-            const int j = at / 4;
-            const float p = u * own_gram[at], q = v * own_gram[at + 1];
-            rows.sums[h] += p;
-            rows.sums[h] += q;
-            columns[2 * j] += symmetric[h] * p;
-            columns[2 * j + 1] += symmetric[h] * q;
-            x[at / 2] = pack<T>(u * symmetric[h], v * symmetric[h]);
-          });
-      rows.keep_columns(s.sums.columns[warp], warp, columns);
-    } else {
-      const int r = lane / 4, c = lane % 4 * 2;
-      const auto masked = [&](int at, int h) {
-        return pack<T>(c < r ? own_pair[at] * symmetric[h] : 0.f,
-                       c + 1 < r ? own_pair[at + 1] * symmetric[h] : 0.f);
-      };
-      x[0] = masked(0, 0), x[2] = 0, x[3] = masked(6, 1);
-      x[1] = pack<T>(own_pair[2] * symmetric[1], own_pair[3] * symmetric[1]);
-    }
-    store_symmetric<T>(direct ^ warp << 5, x);
-  }
-  if constexpr (!kDecay) {
-    fence_async_proxy();
-    return;
+    float columns[4] = {};
+    rows.template visit_diagonal<false>(
+        own_pair, far, gate, own, [&](int at, int h, float u, float v) {
+          const int j = at / 4;
+          const float p = u * own_gram[at], q = v * own_gram[at + 1];
+          rows.sums[h] += p;
+          rows.sums[h] += q;
+          columns[2 * j] += symmetric[h] * p;
+          columns[2 * j + 1] += symmetric[h] * q;
+          x[at / 2] = pack<T>(u * symmetric[h], v * symmetric[h]);
+        });
+    rows.keep_columns(s.sums.columns[warp], warp, columns);
+    // Both in one block: where one has elements the other has zeros.
+    const uint32_t both[4] = {add_pairs<T>(x[0], transpose(x[0])), x[1], transpose(x[1]),
+                              add_pairs<T>(x[3], transpose(x[3]))};
+    stmatrix_x4(direct ^ warp << 5, both);
   }
   const float x0 = sum_quad(rows.sums[0]), x1 = sum_quad(rows.sums[1]);
   if (lane % 4 == 0 && warp >= first) {

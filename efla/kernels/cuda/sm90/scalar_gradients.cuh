@@ -10,7 +10,6 @@ namespace efla::cuda::sm90 {
 template <typename T, int kDim, bool kErase, bool kDecay>
 struct ScalarGradients {
   using Shared = GradientShared<kDim>;
-  static constexpr bool kDots = kUpdateDots<T, kErase>;
   const ChunkArgs& a;
   Shared& s;
   const Place& p;
@@ -26,12 +25,11 @@ struct ScalarGradients {
     StepSlopes<float> slopes;
     float norm, through_norm;  // |k| and Gamma r |k|
     float erase;               // with decay
-    float over;  // of dR.u: with decay 1 / w, else 1 / e times the factors of its hats
   };
 
   static __device__ __forceinline__ void sync() { sync_threads(3, 32 * kScalarWarps); }
 
-  // Reads the inputs of a chunk's token, and sends for its v where that is needed.
+  // Reads the inputs of a chunk's token, and sends for its v.
   __device__ __forceinline__ Input begin(int chunk) {
     const float* squares = a.scalars + workspace_place(a, p, chunk) * kScalarRows * kC + t;
     Input x{0.f, 0.f, squares[kKeySquare * kC], 0.f};
@@ -40,12 +38,10 @@ struct ScalarGradients {
     const int64_t token = p.begin + int64_t{chunk} * kC + t;
     x.beta = *element<float>(a.beta, p.row, token, p.hv);
     if constexpr (kDecay) x.log_decay = *element<float>(a.log_decay, p.row, token, p.hv);
-    if constexpr (!kDots) {
-      const T* v = element<T>(a.v, p.row, token, p.hv);
+    const T* v = element<T>(a.v, p.row, token, p.hv);
 #pragma unroll
-      for (int n = 0; n < Shared::kTiles; ++n) {
-        if (64 * n < a.value_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
-      }
+    for (int n = 0; n < Shared::kTiles; ++n) {
+      if (64 * n < a.value_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
     }
     return x;
   }
@@ -64,8 +60,8 @@ struct ScalarGradients {
     return kIsBfloat16<T> && !a.qk_l2norm ? f.key_unit.get(t) : 1.f;
   }
 
-  // The coefficients of the chunk in ring stage `stage`, and their slopes. Shortens this token's
-  // row of K and Q where the forward walk did; the squares are those behind that.
+  // The coefficients of the chunk in ring stage `stage`, and their slopes. Shortens this token's row
+  // of K and Q where the forward walk did; the squares are those behind that.
   __device__ __forceinline__ Token make_factors(const Input& x, int stage, TokenFactors& f,
                                                 int tokens) {
     if constexpr (kIsBfloat16<T>) {
@@ -118,11 +114,6 @@ struct ScalarGradients {
     f.y[t] = kDecay ? query * gamma : 1.f;
     token.through_norm = -gamma * row;
     token.erase = c.erase;
-    if constexpr (kDots) {
-      const float least = least_step(token.norm);
-      token.over = kDecay ? 1.f / bounded_step(c.write, least)
-                          : token.norm / (key_scale * bounded_step(c.erase, least));
-    }
     return token;
   }
 
@@ -135,11 +126,9 @@ struct ScalarGradients {
 
   // de, dw through the step rule; 2 dlambda goes on the diagonal of (B + B^T). With decay what
   // passes through the gate is still to be added.
-  __device__ __forceinline__ StepInputGradients<float> finish_step(const Token& x,
-                                                                   const TokenFactors& f,
-                                                                   float grad_erase,
-                                                                   float grad_write) {
-    const auto g = key_gradients(x.slopes, {0.f, grad_erase, grad_write});
+  __device__ __forceinline__ StepInputGradients<float> finish_step(
+      const Token& x, const TokenFactors& f, float grad_erase, float write_dot) {
+    const auto g = key_gradients(x.slopes, {0.f, grad_erase, x.norm * write_dot});
     if constexpr (kErase) {
       const float key_scale = f.key[t];
       *reinterpret_cast<T*>(s.pairs[2] + tile_offset(t, t)) =
@@ -152,13 +141,9 @@ struct ScalarGradients {
   // Without decay.
   __device__ __forceinline__ void finish(const Token& x, const TokenFactors& f, int64_t begin,
                                          int tokens, float write_dot) {
-    float grad_erase = 0.f, grad_write = x.norm * write_dot;
-    if constexpr (kDots) {  // w is e times a constant: both at once
-      grad_erase = x.over * s.sums.update[t], grad_write = 0.f;
-    } else if constexpr (kErase) {
-      grad_erase = s.sums.lower[t] - x.through_norm * s.sums.zk[t];
-    }
-    const auto g = finish_step(x, f, grad_erase, grad_write);
+    float grad_erase = 0.f;
+    if constexpr (kErase) grad_erase = s.sums.lower[t] - x.through_norm * s.sums.zk[t];
+    const auto g = finish_step(x, f, grad_erase, write_dot);
     s.diagonal_full.arrive();  // the sums have been read, too
     if (t >= tokens) return;
     store(a.grad_beta, begin, g.beta);
@@ -170,21 +155,20 @@ struct ScalarGradients {
   __device__ __forceinline__ void finish_gated(const Token& x, const TokenFactors& f, int64_t begin,
                                                int tokens, float write_dot, float through,
                                                uint32_t round) {
-    float grad_erase = 0.f, grad_write = x.norm * write_dot, gate = 0.f;
+    float grad_erase = 0.f, gate = 0.f;
     if constexpr (kErase) {
+      s.lower_full.wait(round);
       grad_erase = s.sums.lower[t];
       if (Shared::kTiles == 2 && t >= kC / 2) grad_erase += lower_rows(s.sums, 1)[t];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i >= t / 16) gate -= s.sums.columns[i][t];
       }
-      if constexpr (kDots) grad_write = s.sums.update[t];
       s.erased_full.wait(round);
       grad_erase -= x.through_norm * s.sums.zk[t];
       gate += x.erase * grad_erase;
-      if constexpr (kDots) grad_write = (grad_write - x.erase * grad_erase) * x.over;
     }
-    const auto g = finish_step(x, f, grad_erase, grad_write);
+    const auto g = finish_step(x, f, grad_erase, write_dot);
     if constexpr (kErase) s.diagonal_full.arrive();
     s.sums_full.wait(round);
     gate += s.sums.query[t] - s.sums.key[t];
@@ -235,13 +219,11 @@ struct ScalarGradients {
     const int chunk = reversed(chunks_of(p), step);
     const int64_t begin = p.begin + int64_t{chunk} * kC;
     const TokenFactors& f = s.factors[step % 2];
-    float write_dot = 0.f, through = 0.f;
-    if constexpr (kLowerByChain<T, kErase, kDecay>) s.lower_full.wait(round);
-    if constexpr (!kDots) {
-      s.write_dot_full.wait(round);
+    s.write_dot_full.wait(round);
+    float write_dot = s.write_dot[step % 2][0][t];
 #pragma unroll
-      for (int n = 0; n < Shared::kTiles; ++n) write_dot += s.write_dot[step % 2][n][t];
-    }
+    for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[step % 2][n][t];
+    float through = 0.f;
     if constexpr (kDecay) {
       for (const float part : s.through[step % 2]) through += part;
     }
@@ -251,7 +233,7 @@ struct ScalarGradients {
     if constexpr (kDecay) {
       finish_gated(token, f, begin, tokens_of(p, chunk), write_dot, through, round);
     } else {
-      if constexpr (!kDots) s.sums_full.wait(round);
+      s.sums_full.wait(round);
       finish(token, f, begin, tokens_of(p, chunk), write_dot);
     }
   }

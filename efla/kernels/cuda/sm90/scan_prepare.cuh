@@ -107,9 +107,9 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
     auto& query_row = Shared::kOutput ? s.query[chunk % Shared::kQueryRows] : s.scalars[i].query;
     for (bool again = false;; again = true) {
       pin(kk);  // or nvcc serialises the products (C7511)
-      if (make_scalars < T, kK, kDecay, true, kFolded && kErase, Shared::kKeep && kUpdateDots < T,
-          kErase >> (rows, a, s.scratch, kk, s.k[i][0], s.q[qi][0], s.scalars[i], query_row, j,
-                     tokens, a.qk_l2norm, again, warp, thread, owed)) {
+      if (make_scalars < T, kK, kDecay, true,
+          kFolded && kErase > (rows, a, s.scratch, kk, s.k[i][0], s.q[qi][0], s.scalars[i],
+                               query_row, j, tokens, a.qk_l2norm, again, warp, thread, owed)) {
         break;
       }
       sync_prepare();
@@ -327,7 +327,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
     RowScalars rows{};
     for (bool again = false;; again = true) {
       pin(kk);  // or nvcc serialises the products (C7511)
-      if (make_scalars<T, kK, kDecay, true, false, kUpdateDots<T, kErase>>(
+      if (make_scalars<T, kK, kDecay, true, false>(
               rows, a, s.scratch, kk, k, q, s.scalars, s.scalars.query, j, tokens,
               a.qk_l2norm && a.scores, again, warp, thread, owed)) {
         break;

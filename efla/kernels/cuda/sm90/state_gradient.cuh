@@ -68,9 +68,8 @@ __device__ __forceinline__ float sum_warp(float x) {
   return x;
 }
 
-// dV = w dR of a warpgroup's columns of V and, with kDots, dR.v; 8 lanes to a row, 16 rows at a
-// time.
-template <typename T, bool kPadded, bool kDots>
+// dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, 16 rows at a time.
+template <typename T, bool kPadded>
 struct ValueGradients {
   const ChunkArgs& a;
   const Place& p;
@@ -80,7 +79,6 @@ struct ValueGradients {
 
   // Reads v, long ahead of its use: it comes from far.
   __device__ __forceinline__ void read(uint4 (&value)[kC / 16]) const {
-    if constexpr (!kDots) return;
     const int thread = read_thread() % kWarpgroup;
     // Beyond V dR is zero: any v will do there.
     int c = column + thread % 8 * 8;
@@ -103,15 +101,13 @@ struct ValueGradients {
     for (int i = 0; i < kC / 16; ++i, out += 16 * a.grad_v.token) {
       const uint4 grad = *reinterpret_cast<const uint4*>(
           grad_r + tile_offset(thread / 8, thread % 8 * 8) + i * 16 * 128);
-      const int row = 16 * i + thread / 8;
-      if constexpr (kDots) {
-        float sum = dot<T>(grad, value[i]);
+      float sum = dot<T>(grad, value[i]);
 #pragma unroll
-        for (int offset = 1; offset < 8; offset *= 2) {
-          sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-        }
-        if (thread % 8 == 0) write_dot[row] = sum;
+      for (int offset = 1; offset < 8; offset *= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
       }
+      const int row = 16 * i + thread / 8;
+      if (thread % 8 == 0) write_dot[row] = sum;
       const float w = write[row];
       const uint32_t g[4] = {grad.x, grad.y, grad.z, grad.w};
       uint32_t x[4];
@@ -156,8 +152,6 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                               column);
     scale_state(state, inverse);
   }
-  constexpr bool kLower = kLowerByChain<T, kErase, kDecay> && !kAdvance;
-  constexpr bool kHides = (kDecay || kLower) && !kAdvance;
   Ring<Shared::kStages> ring;
 #pragma unroll 1
   for (int step = 0; step < chunks; ++step) {
@@ -168,16 +162,16 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     const ChunkScalars& scalars = s.scalars[j];
     const int kept = kAdvance ? 0 : j;
     const uint32_t round = step / Shared::kOthers & 1;
-    // What follows from the step is found anew for each use: kept, it would be spilled.
+    // With decay what follows from the step is found anew for each use: kept, it would be spilled.
     const auto step_now = [&] {
       int now = step;
-      if constexpr (kHides) hide_index<(1 << 30)>(now);
+      if constexpr (kDecay && !kAdvance) hide_index<(1 << 30)>(now);
       return now;
     };
     const auto round_now = [&] {
-      return kHides ? static_cast<uint32_t>(step_now() / Shared::kOthers & 1) : round;
+      return kDecay ? static_cast<uint32_t>(step_now() / Shared::kOthers & 1) : round;
     };
-    const auto stage_now = [&] { return kHides ? step_now() % 2 : i; };
+    const auto stage_now = [&] { return kDecay && !kAdvance ? step_now() % 2 : i; };
     s.tokens_full[i].wait(tokens_round);
     if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
       clear_slack(s, tokens_of(p, reversed(chunks, 0)));
@@ -261,9 +255,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       pin(u);
     }
     const int chunk = reversed(chunks, step);
-    constexpr bool kWriteDots = !kUpdateDots<T, kErase>;
-    const ValueGradients<T, kPadded, kWriteDots> values{a, p, column, p.begin + int64_t{chunk} * kC,
-                                                        tokens_of(p, chunk)};
+    const ValueGradients<T, kPadded> values{a, p, column, p.begin + int64_t{chunk} * kC,
+                                            tokens_of(p, chunk)};
     uint4 value[kC / 16];
     uint32_t r[4][4];
 #pragma unroll
@@ -333,18 +326,18 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     if constexpr (!kAdvance) {  // while the products run
       sync_threads(4 + group, kWarpgroup);
       values.make(s.grad_r[kept][group], scalars.write, value, s.write_dot[step_now() % 2][group]);
-      if constexpr (kWriteDots) s.write_dot_full.arrive();
+      s.write_dot_full.arrive();
     }
     s.triangles_free[j].arrive();  // each thread has read scalars
     wait_products<0>();
     pin(state);
-    if constexpr (kLower) {
+    if constexpr (!kAdvance && kErase && kDecay) {
       const int now = step_now(), stage = now % 2;
       s.factors_full[stage].wait(now / 2 & 1);
       s.u_full[kept].wait(now / Shared::kOthers & 1);
       s.grad_r_full[kept].wait(now / Shared::kOthers & 1);
       s.lower_free.wait((now & 1) ^ 1);
-      make_lower<T, kDecay>(s, s.factors[stage], s.k[stage], kept);
+      make_lower<T, kDim>(s, s.factors[stage], s.k[stage], kept);
       s.lower_full.arrive();
       s.factors_free[stage].arrive();
       arrive_warp(s.u_free[kept]);

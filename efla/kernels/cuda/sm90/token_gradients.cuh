@@ -18,7 +18,6 @@ namespace efla::cuda::sm90 {
 template <typename T, int kDim, bool kPadded, bool kErase, bool kDecay>
 struct TokenGradients {
   static constexpr int kTiles = kDim / 64, kKept = GradientShared<kDim>::kKept;
-  static constexpr bool kByChain = kLowerByChain<T, kErase, kDecay>;
   const BackwardMaps& maps;
   const ChunkArgs& a;
   GradientShared<kDim>& s;
@@ -125,9 +124,8 @@ struct TokenGradients {
 
   // Without decay, the C x C operands and their sums. kScores: rows are i, columns t >= i; from
   // pair = U dO^T s.pairs[0] = dP / scale and s.pairs[1] = (scale dP)^T, for K and Q as stored.
-  // Else rows are t, columns i < t; from pair = dR U^T and (without kDots) gram = K K^T s.pairs[2]
-  // = B + B^T for K as stored, its diagonal zero. So a warp has as much of both together as the
-  // others.
+  // Else rows are t, columns i < t; from pair = dR U^T and gram = K K^T s.pairs[2] = B + B^T for K
+  // as stored, its diagonal zero. So a warp has as much of both together as the others.
   template <bool kScores>
   __device__ __forceinline__ void make_operands(const float (&pair)[32], const float (&gram)[32],
                                                 const TokenFactors& f) {
@@ -276,9 +274,9 @@ struct TokenGradients {
       make_scores<T, kDim>(s, f, pair, warp, lane);
     } else {
       make_operands<true>(pair, gram, f);
-    }
-    if constexpr (kErase && !kByChain) {
       s.grad_r_full[kept].wait(kept_round);
+    }
+    if constexpr (kErase && !kDecay) {
       fence_products();
       multiply_rows(pair, s.grad_r[kept], s.u[kept]);
       multiply_rows(gram, k, k);
@@ -362,17 +360,17 @@ struct TokenGradients {
                                                 int64_t begin, int tokens, uint32_t round) {
     float d[kDim / 2];
     float2 zk = make_float2(0.f, 0.f);
-    s.grad_r_full[kept].wait(kept_round);
+    if constexpr (kDecay) s.grad_r_full[kept].wait(kept_round);
     if constexpr (kErase) {
       multiply_state(d, s.grad_r[kept], s.state[kept], false);
       wait_products<0>();
       pin(d);
       if constexpr (kDecay) {
         zk = tile_dots(d, k);
-      } else if constexpr (!kByChain) {
+      } else {
         zk = row_dots(d, k);
       }
-      if constexpr (kDecay || !kByChain) keep_sums(s.sums.zk, zk.x, zk.y);
+      keep_sums(s.sums.zk, zk.x, zk.y);
       if constexpr (kDecay) s.erased_full.arrive();
       scale_rows(d, f.z[row0], f.z[row0 + 8]);
     }
@@ -383,7 +381,7 @@ struct TokenGradients {
     if constexpr (kDecay) {
       add_scaled_writes(d, f, kErase);
     } else {
-      if constexpr (!kByChain) s.sums_full.arrive();
+      s.sums_full.arrive();
       pin(d);
       multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
     }
@@ -406,7 +404,7 @@ struct TokenGradients {
     }
     wait_products<0>();
     pin(d);
-    if constexpr (kByChain) arrive_warp(s.lower_free);
+    if constexpr (kErase && kDecay) arrive_warp(s.lower_free);
     if (a.qk_l2norm) through_l2norm(d, k, f.key[row0], f.key[row0 + 8]);
     // Read by the lane that says below that its warp is done with K and Q and what came with them.
     if (kIsBfloat16<T> && __any_sync(0xffffffffu, lane == 0 && s.whole[step % 2].long_rows)) {
