@@ -123,8 +123,8 @@ EFLA_HOST_DEVICE StepCoefficients<T> long_step_coefficients(Rule rule, T beta, T
 
 /// Its partial derivatives, by beta, lambda' and log_decay.
 template <typename T>
-EFLA_HOST_DEVICE StepSlopes<T> long_step_slopes(Rule rule, T beta, T lambda, T unit,
-                                                bool has_decay, T log_decay) {
+EFLA_HOST_DEVICE StepSlopes<T> long_step_slopes(Rule rule, T beta, T lambda, T unit, bool has_decay,
+                                                T log_decay) {
   if (!has_decay) {
     const auto erase = internal::long_erase(beta, lambda, unit);
     return {{erase.strength, erase.lambda, T(0)},
@@ -168,8 +168,8 @@ EFLA_HOST_DEVICE StepInputGradients<T> key_gradients(const StepSlopes<T>& slopes
                                                      StepCoefficients<T> grad) {
   using internal::bounded;
   StepInputGradients<T> out = step_gradients(slopes, grad);
-  out.beta = bounded(bounded(grad.erase * slopes.erase.beta) +
-                     bounded(grad.write * slopes.write.beta));
+  out.beta =
+      bounded(bounded(grad.erase * slopes.erase.beta) + bounded(grad.write * slopes.write.beta));
   return out;
 }
 

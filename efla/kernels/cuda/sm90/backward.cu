@@ -33,7 +33,6 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, cons
   const int64_t batch = packed ? 1 : a.sequences;
   if (a.sequences * a.value_heads == 0) return cudaSuccess;
   BackwardMaps maps{};
-  CUtensorMap v{};
   const auto map = [&](CUtensorMap& out, const View& x, int64_t heads, int64_t columns) {
     return make_map(out, x, dtype, batch, a.tokens, heads, columns);
   };
@@ -44,12 +43,12 @@ cudaError_t backward(const ChunkArgs& a, DType dtype, const ScanPlan& plan, cons
            make_map(out, x, dtype, batch, a.tokens, a.heads, a.key_dim);
   };
   if (any && !(map(maps.q, a.q, a.heads, a.key_dim) && map(maps.k, a.k, a.heads, a.key_dim) &&
-               map(v, a.v, a.value_heads, a.value_dim) &&
+               map(maps.v, a.v, a.value_heads, a.value_dim) &&
                map(maps.grad_o, a.grad_o, a.value_heads, a.value_dim) &&
                gradient(maps.grad_q, a.grad_q) && gradient(maps.grad_k, a.grad_k))) {
     return cudaErrorInvalidValue;
   }
-  const ScanMaps scan{maps.q, maps.k, v, {}};
+  const ScanMaps scan{maps.q, maps.k, maps.v, {}};
   ScanArgs args{};
   args.common = a;
   float* states = set_parts(args, plan, parts);

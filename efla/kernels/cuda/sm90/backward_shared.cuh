@@ -10,8 +10,8 @@ inline constexpr int kScalarWarps = 2;  // a thread per token
 
 // Boxes as in the scan.
 struct BackwardMaps {
-  CUtensorMap q, k, grad_o;    // [B, T, H, K], [B, T, HV, V]
-  CUtensorMap grad_q, grad_k;  // likewise, where heads are not grouped
+  CUtensorMap q, k, v, grad_o;  // [B, T, H, K], [B, T, HV, V]
+  CUtensorMap grad_q, grad_k;   // likewise, where heads are not grouped
 };
 
 using Tile = unsigned char[kC * 128];  // 64 rows of 64 columns
@@ -43,8 +43,8 @@ struct TokenFactors {
   alignas(16) float block_gate[4];
   float query[kC];   // scale, times 1 / |q| of the optional l2 normalisation
   float key[kC];     // r
-  float z[kC];       // -e Gamma r |k|: of Z in dK
-  float x[kC];       // exp(G_C - G) r / |k|: of X, with decay
+  float z[kC];       // -e Gamma r |k|: of Z in dK; with decay over x
+  float x[kC];       // with decay exp(G_C - G) r / |k|, of X, or what is enough to divide z by
   float y[kC];       // with decay Gamma times query: of Y in dQ
   Units key_unit;    // what the row of K has been divided by
   Units query_unit;  // and of Q, in chunks with long rows
@@ -78,7 +78,7 @@ struct BackwardShared {
 
   unsigned char k[kStages][kTiles][kTile], q[kStages][kTiles][kTile];
   unsigned char grad_o[kOthers][kTiles][kTile];                   // later dQ
-  unsigned char inverse[kOthers][kTile], scores[kOthers][kTile];  // A_hat, P_hat^T
+  unsigned char inverse[kOthers][kTile], scores[kOthers][kTile];  // A_hat, P_hat^T; then v
   unsigned char grad_state[kKept][kTiles][kTiles][kTile];  // dS^T after the chunk, [of V][of K]
   unsigned char state[kKept][kTiles][kTiles][kRest];       // S^T before it
   unsigned char u[kKept][kTiles][kRest], grad_r[kKept][kTiles][kRest];
@@ -87,8 +87,8 @@ struct BackwardShared {
   WholeChunk whole[kStages];      // of these, with k and q
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
-  float write_dot[2][kTiles][kC];      // dR.v by tile of V, of alternate chunks
-  float halves[2][kScalarWarps];       // parts of a sum over tokens, by warp, likewise
+  float write_dot[2][kTiles][kC];  // dR.v by tile of V, of alternate chunks
+  float halves[2][kScalarWarps];   // parts of a sum over tokens, by warp, likewise
 
   Place place;  // of the block; here, and not in registers, where it would spill
 
@@ -96,15 +96,20 @@ struct BackwardShared {
   Barrier grad_o_full[kOthers], grad_o_free[kOthers];
   Barrier grad_o_read[kKept];                                // by the chain
   Barrier triangles_full[kOthers], triangles_free[kOthers];  // inverse, scores, scalars
+  Barrier triangles_read[kOthers], values_full[kOthers];     // inverse, scores; v in their place
   Barrier u_full[kKept], u_free[kKept];
   Barrier state_full[kKept], state_free[kKept];
   Barrier grad_state_full[kKept], grad_state_free[kKept];
   Barrier grad_r_full[kKept], grad_r_free[kKept];
   Barrier factors_full[2], factors_free[2];
   Barrier sums_full, write_dot_full, diagonal_full;
-  Barrier cleared;  // zeros in place of what lies behind the sequence
-  // With decay: B + B^T, and what its sums leave in pairs[0] and columns[0]; zk; sums.
-  Barrier lower_full, lower_free, erased_full, sums_free;
+  Barrier cleared;                 // zeros in place of what lies behind the sequence
+  Barrier lower_full, lower_free;  // B + B^T and the sums that come with it
+  Barrier erased_full, sums_free;  // with decay: zk; sums
+
+  __device__ __forceinline__ unsigned char (&value_tile(int buffer, int tile))[kTile] {
+    return tile == 0 ? inverse[buffer] : scores[buffer];
+  }
   float through[2][4 * kTiles];  // parts of <S, dS> behind the chunk, by warp of the chain
 };
 
@@ -136,36 +141,6 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&x),
                                          *reinterpret_cast<const __nv_bfloat162*>(&y));
   return *reinterpret_cast<const uint32_t*>(&product);
-}
-
-// A pair of floats as a pair of bfloat16 and what that is short of, for products that are rounded
-// once.
-struct SplitPair {
-  __nv_bfloat162 head, tail;
-
-  __device__ __forceinline__ SplitPair(float x, float y) : head(__floats2bfloat162_rn(x, y)) {
-    const float2 h = __bfloat1622float2(head);
-    tail = __floats2bfloat162_rn(x - h.x, y - h.y);
-  }
-  __device__ __forceinline__ uint32_t times(uint32_t pair) const {
-    const auto x = *reinterpret_cast<const __nv_bfloat162*>(&pair);
-    const __nv_bfloat162 product = __hfma2(x, head, __hmul2(x, tail));
-    return *reinterpret_cast<const uint32_t*>(&product);
-  }
-};
-
-// Adds to d the 16 x 16 matrix X Y^T for 16 rows of 16 columns of each, packed as an operand A.
-template <typename T>
-__device__ __forceinline__ void add_dots(CFragment (&d)[2], const uint32_t (&x)[4],
-                                         const uint32_t (&y)[4]) {
-  const AFragment<T> a = {{x[0], x[1], x[2], x[3]}};
-  mma<T>(d[0], a, {{y[0], y[2]}});
-  mma<T>(d[1], a, {{y[1], y[3]}});
-}
-// Whether the lane has diagonal elements of it, of rows lane / 4 and lane / 4 + 8: these.
-__device__ __forceinline__ bool on_diagonal(int lane) { return lane % 4 == lane / 8; }
-__device__ __forceinline__ float2 diagonal(const CFragment (&d)[2], int lane) {
-  return lane / 4 % 2 == 0 ? make_float2(d[0][0], d[1][2]) : make_float2(d[0][1], d[1][3]);
 }
 
 // Of two pieces of 8 elements.

@@ -40,10 +40,10 @@ __device__ __forceinline__ void feed_tokens(const BackwardMaps& maps, const Chun
   }
 }
 
-// The thread that feeds what the forward walk kept.
+// The thread that feeds what the forward walk kept, and v behind the triangles.
 template <bool kErase, int kDim, bool kAdvance>
-__device__ __forceinline__ void feed_kept(const ChunkArgs& a, BackwardShared<kDim, kAdvance>& s,
-                                          const Place& p) {
+__device__ __forceinline__ void feed_kept(const BackwardMaps& maps, const ChunkArgs& a,
+                                          BackwardShared<kDim, kAdvance>& s, const Place& p) {
   using Shared = BackwardShared<kDim, kAdvance>;
   constexpr int kTile = Shared::kTile, kTiles = Shared::kTiles;
   constexpr int kBytes = (kErase ? 2 : 1) * kTile + static_cast<int>(sizeof(ChunkScalars));
@@ -69,6 +69,12 @@ __device__ __forceinline__ void feed_kept(const ChunkArgs& a, BackwardShared<kDi
       s.u_free[i].wait(ring.round ^ 1);
       s.u_full[i].arrive_expecting(kWide);
       load_bytes(s.u[i], static_cast<unsigned char*>(a.u) + place * kWide, kWide, s.u_full[i]);
+      s.triangles_read[i].wait(ring.round);
+      s.values_full[i].arrive_expecting(kWide);
+      for (int n = 0; n < kTiles; ++n) {
+        load_box(s.value_tile(i, n), maps.v, s.values_full[i], 64 * n, p.hv,
+                 static_cast<int>(p.begin) + reversed(chunks, step) * kC, static_cast<int>(p.row));
+      }
     }
   }
 }
@@ -79,7 +85,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
   constexpr int kChain = Shared::kTiles * kWarpgroup, kChainWarps = 4 * Shared::kTiles;
   constexpr int kTokenWarps = kAdvance ? 0 : 4;
   constexpr int kOtherWarps = kAdvance ? 0 : kScalarWarps;
-  constexpr bool kLower = kErase && kDecay && !kAdvance;  // the chain makes B + B^T
+  constexpr bool kLower = kErase && !kAdvance;  // the chain makes B + B^T
   constexpr int kLowerWarps = kLower ? kChainWarps : 0;
   constexpr int kDotWarps = kDecay && !kAdvance ? kChainWarps : 0;  // the chain reads S and U
   for (int i = 0; i < Shared::kStages; ++i) {
@@ -89,13 +95,14 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
   for (int i = 0; i < Shared::kOthers; ++i) {
     s.grad_o_full[i].init(1), s.grad_o_free[i].init(kAdvance ? kChainWarps : 1);
     s.triangles_full[i].init(1), s.triangles_free[i].init(kChain);
+    s.triangles_read[i].init(kChainWarps), s.values_full[i].init(1);
   }
   for (int i = 0; i < 2; ++i) {
     s.factors_full[i].init(32 * kScalarWarps),
         s.factors_free[i].init(kWarpgroup + (kLower ? kChain : 0));
   }
   for (int i = 0; i < Shared::kKept; ++i) {
-    s.u_full[i].init(1), s.u_free[i].init(4 + kDotWarps);
+    s.u_full[i].init(1), s.u_free[i].init(4 + (kLower ? kLowerWarps : kDotWarps));
     s.state_full[i].init(1), s.state_free[i].init(4 + kDotWarps);
     s.grad_state_full[i].init(kChain);
     s.grad_state_free[i].init(4 + (Shared::kKept == 2 ? 32 * kScalarWarps : 0));
@@ -106,7 +113,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
   s.sums_full.init(kWarpgroup), s.diagonal_full.init(32 * kScalarWarps);
   for (int i = 0; i < Shared::kKept; ++i) s.grad_o_read[i].init(kChainWarps);
   s.cleared.init(kChain);
-  if constexpr (kDecay && !kAdvance) {
+  if constexpr (!kAdvance) {
     s.lower_full.init(kChain), s.lower_free.init(4);
     s.erased_full.init(kWarpgroup), s.sums_free.init(32 * kScalarWarps);
   }
@@ -150,7 +157,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
   }
   if constexpr (kTrade) give_registers<kAdvance ? 40 : 48>();
   if (warp == 0 && elect_one()) feed_tokens(maps, args.common, s, p);
-  if (warp == 1 && elect_one()) feed_kept<kErase>(args.common, s, p);
+  if (warp == 1 && elect_one()) feed_kept<kErase>(maps, args.common, s, p);
   if constexpr (!kAdvance) {
     const int token = threadIdx.x % (32 * kScalarWarps);
     if (warp >= 2) ScalarGradients<T, kDim, kErase, kDecay>{args.common, s, p, token, lane}.walk();

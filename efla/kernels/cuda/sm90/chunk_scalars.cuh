@@ -130,7 +130,7 @@ struct RowScalars {
   float scale[2];  // e |k|, of row t of L_hat
   float head[2];   // the same, and the decay from before these 16 tokens
   float gate[2];
-  int wide = 1;                   // see WholeChunk
+  int wide = 1;                    // see WholeChunk
   float key_square, query_square;  // of own_row(), the latter where it was asked for
 };
 

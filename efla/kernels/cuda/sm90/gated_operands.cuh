@@ -23,6 +23,18 @@ struct GatedRows {
     return 16 * block + 8 * j + lane % 4 * 2;
   }
 
+  // Without decay: x = pair by[row].
+  __device__ __forceinline__ void make_plain(uint32_t (&x)[4], const float* pair, const float* gram,
+                                             const float (&by)[2]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float u = pair[2 * n], v = pair[2 * n + 1];
+      sums[n % 2] += u * gram[2 * n];
+      sums[n % 2] += v * gram[2 * n + 1];
+      x[n] = pack<T>(u * by[n % 2], v * by[n % 2]);
+    }
+  }
+
   // Off the diagonal: x = pair by[row] far[column]. Adds from[row] far[column] x pair x gram to the
   // rows' sums.
   __device__ __forceinline__ void make(uint32_t (&x)[4], float (&columns)[4], const float* pair,
@@ -150,16 +162,17 @@ __device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const Token
     gate[j] = float_pair(f.gate, rows.column(warp, j));
   }
   uint32_t x[4];
-  rows.template visit_diagonal<true>(own_pair, far, gate, own, [&](int at, int h, float u, float v) {
-    x[at / 2] = pack<T>(u * by[h], v * by[h]);
-  });
+  rows.template visit_diagonal<true>(
+      own_pair, far, gate, own,
+      [&](int at, int h, float u, float v) { x[at / 2] = pack<T>(u * by[h], v * by[h]); });
   stmatrix_x4(direct ^ warp << 5, x);
   stmatrix_x4_transposed(turned + 2048 * warp, x);
 }
 
-// From dR U^T and K K^T, rows t and columns i < t: s.pairs[2] = B + B^T, its diagonal zero. The
-// products and 64 / kTiles columns of it by each of the chain's warpgroups.
-template <typename T, int kDim>
+// From dR U^T and K K^T, rows t and columns i < t: s.pairs[2] = B + B^T, its diagonal zero, and the
+// row sums of D o dL o KK^T. The products and 64 / kTiles columns of it by each of the chain's
+// warpgroups.
+template <typename T, bool kDecay, int kDim>
 __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenFactors& f,
                                            const Tile* k, int kept) {
   constexpr int kTiles = kDim / 64, kColumns = kC / kTiles, kBlocks = kColumns / 16;
@@ -201,6 +214,13 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
       for (int n = 0; n < 8; ++n) own_pair[n] = pair[8 * b + n], own_gram[n] = gram[8 * b + n];
     }
     if (block >= warp) continue;
+    if constexpr (!kDecay) {
+      uint32_t x[4];
+      rows.make_plain(x, &pair[8 * b], &gram[8 * b], symmetric);
+      stmatrix_x4(direct ^ block << 5, x);
+      stmatrix_x4_transposed(turned + 2048 * block, x);
+      continue;
+    }
     const float between = GateFactors(f.block_gate).between(block, warp);
     const float from[2] = {f.head[rows.row(0)] * between, f.head[rows.row(1)] * between};
     const float by[2] = {symmetric[0] * from[0], symmetric[1] * from[1]};
@@ -214,26 +234,34 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
     stmatrix_x4_transposed(turned + 2048 * block, x);
   }
   if (warp / kBlocks == group) {
-    const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
-    float2 far[2], gate[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      far[j] = float_pair(f.column, rows.column(warp, j));
-      gate[j] = float_pair(f.gate, rows.column(warp, j));
-    }
     uint32_t x[4];
-    float columns[4] = {};
-    rows.template visit_diagonal<false>(
-        own_pair, far, gate, own, [&](int at, int h, float u, float v) {
-          const int j = at / 4;
-          const float p = u * own_gram[at], q = v * own_gram[at + 1];
-          rows.sums[h] += p;
-          rows.sums[h] += q;
-          columns[2 * j] += symmetric[h] * p;
-          columns[2 * j + 1] += symmetric[h] * q;
-          x[at / 2] = pack<T>(u * symmetric[h], v * symmetric[h]);
-        });
-    rows.keep_columns(s.sums.columns[warp], warp, columns);
+    if constexpr (kDecay) {
+      const float own[2] = {f.gate[rows.row(0)], f.gate[rows.row(1)]};
+      float2 far[2], gate[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        far[j] = float_pair(f.column, rows.column(warp, j));
+        gate[j] = float_pair(f.gate, rows.column(warp, j));
+      }
+      float columns[4] = {};
+      rows.template visit_diagonal<false>(
+          own_pair, far, gate, own, [&](int at, int h, float u, float v) {
+            const int j = at / 4;
+            const float p = u * own_gram[at], q = v * own_gram[at + 1];
+            rows.sums[h] += p;
+            rows.sums[h] += q;
+            columns[2 * j] += symmetric[h] * p;
+            columns[2 * j + 1] += symmetric[h] * q;
+            x[at / 2] = pack<T>(u * symmetric[h], v * symmetric[h]);
+          });
+      rows.keep_columns(s.sums.columns[warp], warp, columns);
+    } else {
+      const int r = lane / 4, c = lane % 4 * 2;
+      if (c >= r) own_pair[0] = own_pair[6] = 0.f;
+      if (c + 1 >= r) own_pair[1] = own_pair[7] = 0.f;
+      own_pair[4] = own_pair[5] = 0.f;
+      rows.make_plain(x, own_pair, own_gram, symmetric);
+    }
     // Both in one block: where one has elements the other has zeros.
     const uint32_t both[4] = {add_pairs<T>(x[0], transpose(x[0])), x[1], transpose(x[1]),
                               add_pairs<T>(x[3], transpose(x[3]))};

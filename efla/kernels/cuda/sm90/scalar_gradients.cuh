@@ -29,7 +29,7 @@ struct ScalarGradients {
 
   static __device__ __forceinline__ void sync() { sync_threads(3, 32 * kScalarWarps); }
 
-  // Reads the inputs of a chunk's token, and sends for its v.
+  // Reads the inputs of a chunk's token.
   __device__ __forceinline__ Input begin(int chunk) {
     const float* squares = a.scalars + workspace_place(a, p, chunk) * kScalarRows * kC + t;
     Input x{0.f, 0.f, squares[kKeySquare * kC], 0.f};
@@ -38,11 +38,6 @@ struct ScalarGradients {
     const int64_t token = p.begin + int64_t{chunk} * kC + t;
     x.beta = *element<float>(a.beta, p.row, token, p.hv);
     if constexpr (kDecay) x.log_decay = *element<float>(a.log_decay, p.row, token, p.hv);
-    const T* v = element<T>(a.v, p.row, token, p.hv);
-#pragma unroll
-    for (int n = 0; n < Shared::kTiles; ++n) {
-      if (64 * n < a.value_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
-    }
     return x;
   }
 
@@ -60,8 +55,8 @@ struct ScalarGradients {
     return kIsBfloat16<T> && !a.qk_l2norm ? f.key_unit.get(t) : 1.f;
   }
 
-  // The coefficients of the chunk in ring stage `stage`, and their slopes. Shortens this token's row
-  // of K and Q where the forward walk did; the squares are those behind that.
+  // The coefficients of the chunk in ring stage `stage`, and their slopes. Shortens this token's
+  // row of K and Q where the forward walk did; the squares are those behind that.
   __device__ __forceinline__ Token make_factors(const Input& x, int stage, TokenFactors& f,
                                                 int tokens) {
     if constexpr (kIsBfloat16<T>) {
@@ -84,7 +79,8 @@ struct ScalarGradients {
       token.slopes = key_slopes(a.rule, x.beta, lambda, unit, kDecay, x.log_decay);
     }
     const float query = a.scale * (a.qk_l2norm ? rsqrtf(x.query_square + 1e-6f) : 1.f);
-    float gamma = 1.f;
+    const float row = -token.norm * key_scale;
+    float gamma = 1.f, z = c.erase * row;
     if constexpr (kDecay) {
       float sum = c.log_gate;
 #pragma unroll
@@ -103,14 +99,17 @@ struct ScalarGradients {
       f.query_head[t] = query * head;
       f.column[t] = column;
       f.column_tail[t] = tail * column;
-      f.x[t] = gates.between(t / 16, 4) * tail * column;
+      z *= gamma;
+      const float x =
+          fmaxf(gates.between(t / 16, 4) * tail * column, fmaxf(0x1p-60f * fabsf(z), 0x1p-100f));
+      f.x[t] = x;
+      z /= x;
     }
-    const float row = -token.norm * key_scale;
     f.row[t] = row;
     f.symmetric[t] = c.erase * row;
     f.query[t] = query;
     f.key[t] = key_scale;
-    f.z[t] = c.erase * gamma * row;
+    f.z[t] = z;
     f.y[t] = kDecay ? query * gamma : 1.f;
     token.through_norm = -gamma * row;
     token.erase = c.erase;
@@ -126,8 +125,10 @@ struct ScalarGradients {
 
   // de, dw through the step rule; 2 dlambda goes on the diagonal of (B + B^T). With decay what
   // passes through the gate is still to be added.
-  __device__ __forceinline__ StepInputGradients<float> finish_step(
-      const Token& x, const TokenFactors& f, float grad_erase, float write_dot) {
+  __device__ __forceinline__ StepInputGradients<float> finish_step(const Token& x,
+                                                                   const TokenFactors& f,
+                                                                   float grad_erase,
+                                                                   float write_dot) {
     const auto g = key_gradients(x.slopes, {0.f, grad_erase, x.norm * write_dot});
     if constexpr (kErase) {
       const float key_scale = f.key[t];
@@ -138,11 +139,18 @@ struct ScalarGradients {
     return g;
   }
 
+  // L's row sum of this token, which both warpgroups of the chain may have a part of.
+  __device__ __forceinline__ float lower_sum() const {
+    float sum = s.sums.lower[t];
+    if (Shared::kTiles == 2 && t >= kC / 2) sum += lower_rows(s.sums, 1)[t];
+    return sum;
+  }
+
   // Without decay.
   __device__ __forceinline__ void finish(const Token& x, const TokenFactors& f, int64_t begin,
                                          int tokens, float write_dot) {
     float grad_erase = 0.f;
-    if constexpr (kErase) grad_erase = s.sums.lower[t] - x.through_norm * s.sums.zk[t];
+    if constexpr (kErase) grad_erase = lower_sum() - x.through_norm * s.sums.zk[t];
     const auto g = finish_step(x, f, grad_erase, write_dot);
     s.diagonal_full.arrive();  // the sums have been read, too
     if (t >= tokens) return;
@@ -157,9 +165,7 @@ struct ScalarGradients {
                                                uint32_t round) {
     float grad_erase = 0.f, gate = 0.f;
     if constexpr (kErase) {
-      s.lower_full.wait(round);
-      grad_erase = s.sums.lower[t];
-      if (Shared::kTiles == 2 && t >= kC / 2) grad_erase += lower_rows(s.sums, 1)[t];
+      grad_erase = lower_sum();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i >= t / 16) gate -= s.sums.columns[i][t];
@@ -186,11 +192,23 @@ struct ScalarGradients {
     store(a.grad_log_decay, begin, g.log_decay + gate * x.slopes.log_gate);
   }
 
+  // Brings v of this token nearer.
+  __device__ __forceinline__ void send_for_values(int step) const {
+    const int chunk = reversed(chunks_of(p), step);
+    if (t >= tokens_of(p, chunk)) return;
+    const T* v = element<T>(a.v, p.row, p.begin + int64_t{chunk} * kC + t, p.hv);
+#pragma unroll
+    for (int n = 0; n < Shared::kTiles; ++n) {
+      if (64 * n < a.value_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(v + 64 * n));
+    }
+  }
+
   // Up to the factors of the chunk of `step`.
   __device__ __forceinline__ Token prepare(int step) {
     static_assert(Shared::kStages == 2);
     const int stage = step % 2, chunk = reversed(chunks_of(p), step), tokens = tokens_of(p, chunk);
     const Input x = begin(chunk);
+    send_for_values(step);
     s.tokens_full[stage].wait(step / 2 & 1);
     if (tokens < kC) s.cleared.wait(0);
     s.factors_free[stage].wait((step / 2 & 1) ^ 1);
@@ -230,6 +248,7 @@ struct ScalarGradients {
     // Where the chain may be a chunk ahead it could come back to these before the tokens'
     // warpgroup, which waits for what is made of them.
     if constexpr (Shared::kKept == 2) s.grad_state_free[step % 2].arrive();
+    if constexpr (kErase) s.lower_full.wait(round);
     if constexpr (kDecay) {
       finish_gated(token, f, begin, tokens_of(p, chunk), write_dot, through, round);
     } else {

@@ -68,60 +68,42 @@ __device__ __forceinline__ float sum_warp(float x) {
   return x;
 }
 
-// dV = w dR and dR.v of a warpgroup's columns of V, 8 lanes to a row, 16 rows at a time.
+// Writes dV = w dR of a warpgroup's columns of V, `column` the first, and leaves dR.v of them; 8
+// lanes to a row, 16 rows at a time, of tiles of 64 columns of dR and v.
 template <typename T, bool kPadded>
-struct ValueGradients {
-  const ChunkArgs& a;
-  const Place& p;
-  const int column;  // the warpgroup's first
-  const int64_t begin;
-  const int tokens;
-
-  // Reads v, long ahead of its use: it comes from far.
-  __device__ __forceinline__ void read(uint4 (&value)[kC / 16]) const {
-    const int thread = read_thread() % kWarpgroup;
-    // Beyond V dR is zero: any v will do there.
-    int c = column + thread % 8 * 8;
-    if constexpr (kPadded) c = min(c, a.value_dim - 8);
-    const T* v = element<T>(a.v, p.row, begin + thread / 8, p.hv) + c;
+__device__ __forceinline__ void value_gradients(const ChunkArgs& a, const Place& p, int64_t begin,
+                                                int tokens, int column, const Tile& grad_r,
+                                                const Tile& v, const float* write,
+                                                float* write_dot) {
+  const int thread = read_thread() % kWarpgroup;
+  T* out = static_cast<T*>(a.grad_v.data) + p.row * a.grad_v.batch +
+           (begin + thread / 8) * a.grad_v.token + p.hv * a.grad_v.head + column + thread % 8 * 8;
+  const int first = tile_offset(thread / 8, thread % 8 * 8);
 #pragma unroll
-    for (int i = 0; i < kC / 16; ++i, v += 16 * a.v.token) {
-      value[i] = make_uint4(0, 0, 0, 0);
-      if (16 * i + thread / 8 < tokens) value[i] = *reinterpret_cast<const uint4*>(v);
+  for (int i = 0; i < kC / 16; ++i, out += 16 * a.grad_v.token) {
+    const auto grad = *reinterpret_cast<const uint4*>(&grad_r[first + i * 16 * 128]);
+    const auto value = *reinterpret_cast<const uint4*>(&v[first + i * 16 * 128]);
+    const int row = 16 * i + thread / 8;
+    float sum = dot<T>(grad, value);
+#pragma unroll
+    for (int offset = 1; offset < 8; offset *= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    // What lies behind the sequence may be anything.
+    if (thread % 8 == 0) write_dot[row] = row < tokens ? sum : 0.f;
+    const float w = write[row];
+    const uint32_t g[4] = {grad.x, grad.y, grad.z, grad.w};
+    uint32_t x[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 pair = unpack<T>(g[j]);
+      x[j] = pack<T>(w * pair.x, w * pair.y);
+    }
+    if (row < tokens && (!kPadded || column + thread % 8 * 8 < a.value_dim)) {
+      *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
     }
   }
-
-  // From where dR lies for the products.
-  __device__ __forceinline__ void make(const unsigned char* grad_r, const float* write,
-                                       const uint4 (&value)[kC / 16], float* write_dot) const {
-    const int thread = read_thread() % kWarpgroup;
-    T* out = static_cast<T*>(a.grad_v.data) + p.row * a.grad_v.batch +
-             (begin + thread / 8) * a.grad_v.token + p.hv * a.grad_v.head + column + thread % 8 * 8;
-#pragma unroll
-    for (int i = 0; i < kC / 16; ++i, out += 16 * a.grad_v.token) {
-      const uint4 grad = *reinterpret_cast<const uint4*>(
-          grad_r + tile_offset(thread / 8, thread % 8 * 8) + i * 16 * 128);
-      float sum = dot<T>(grad, value[i]);
-#pragma unroll
-      for (int offset = 1; offset < 8; offset *= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      }
-      const int row = 16 * i + thread / 8;
-      if (thread % 8 == 0) write_dot[row] = sum;
-      const float w = write[row];
-      const uint32_t g[4] = {grad.x, grad.y, grad.z, grad.w};
-      uint32_t x[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 pair = unpack<T>(g[j]);
-        x[j] = pack<T>(w * pair.x, w * pair.y);
-      }
-      if (row < tokens && (!kPadded || column + thread % 8 * 8 < a.value_dim)) {
-        *reinterpret_cast<uint4*>(out) = make_uint4(x[0], x[1], x[2], x[3]);
-      }
-    }
-  }
-};
+}
 
 // With kOverScale the registers hold dS^T over the scale. Then gate_q dO, where it is the scale
 // times dO, need not be rounded once more: where keys repeat, that is most of the error of the
@@ -152,6 +134,8 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
                               column);
     scale_state(state, inverse);
   }
+  constexpr bool kLower = kErase && !kAdvance;
+  constexpr bool kHides = (kDecay || kLower) && !kAdvance;
   Ring<Shared::kStages> ring;
 #pragma unroll 1
   for (int step = 0; step < chunks; ++step) {
@@ -162,16 +146,16 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     const ChunkScalars& scalars = s.scalars[j];
     const int kept = kAdvance ? 0 : j;
     const uint32_t round = step / Shared::kOthers & 1;
-    // With decay what follows from the step is found anew for each use: kept, it would be spilled.
+    // What follows from the step is found anew for each use: kept, it would be spilled.
     const auto step_now = [&] {
       int now = step;
-      if constexpr (kDecay && !kAdvance) hide_index<(1 << 30)>(now);
+      if constexpr (kHides) hide_index<(1 << 30)>(now);
       return now;
     };
     const auto round_now = [&] {
-      return kDecay ? static_cast<uint32_t>(step_now() / Shared::kOthers & 1) : round;
+      return kHides ? static_cast<uint32_t>(step_now() / Shared::kOthers & 1) : round;
     };
-    const auto stage_now = [&] { return kDecay && !kAdvance ? step_now() % 2 : i; };
+    const auto stage_now = [&] { return kHides ? step_now() % 2 : i; };
     s.tokens_full[i].wait(tokens_round);
     if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
       clear_slack(s, tokens_of(p, reversed(chunks, 0)));
@@ -254,10 +238,6 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       wait_products<0>();
       pin(u);
     }
-    const int chunk = reversed(chunks, step);
-    const ValueGradients<T, kPadded> values{a, p, column, p.begin + int64_t{chunk} * kC,
-                                            tokens_of(p, chunk)};
-    uint4 value[kC / 16];
     uint32_t r[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) pack_step<T>(r[n], &u[8 * n]);
@@ -268,8 +248,6 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       for (int n = 0; n < 4; ++n) product_columns<T>(u, r[n], b + 128 * n, n > 0);
       commit_products();
     }
-    constexpr bool kLater = kDecay && !kIsBfloat16<T>;  // there are fewer registers there
-    if constexpr (!kAdvance && !kLater) values.read(value);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {  // gate_q dO, column group n / 2
       float2 query = scalar_pair(scalars.query, n / 2);
@@ -292,6 +270,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       pin(u);
     }
     if constexpr (!kAdvance) {
+      arrive_warp(s.triangles_read[j]);
       s.grad_r_free[kept].wait(round_now() ^ 1);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -308,7 +287,6 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       erase.x *= inverse, erase.y *= inverse;
       r[n / 4][n % 4] = pack<T>(-erase.x * u[2 * n], -erase.y * u[2 * n + 1]);
     }
-    if constexpr (!kAdvance && kLater) values.read(value);
     pin(state);
     fence_products();
     {
@@ -325,19 +303,24 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     }
     if constexpr (!kAdvance) {  // while the products run
       sync_threads(4 + group, kWarpgroup);
-      values.make(s.grad_r[kept][group], scalars.write, value, s.write_dot[step_now() % 2][group]);
+      const int chunk = reversed(chunks, step);
+      s.values_full[j].wait(round_now());
+      value_gradients<T, kPadded>(a, p, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk), column,
+                                  s.grad_r[kept][group], s.value_tile(j, group), scalars.write,
+                                  s.write_dot[step_now() % 2][group]);
       s.write_dot_full.arrive();
+      fence_async_proxy();  // as give_back(): v was read
     }
     s.triangles_free[j].arrive();  // each thread has read scalars
     wait_products<0>();
     pin(state);
-    if constexpr (!kAdvance && kErase && kDecay) {
+    if constexpr (kLower) {
       const int now = step_now(), stage = now % 2;
       s.factors_full[stage].wait(now / 2 & 1);
       s.u_full[kept].wait(now / Shared::kOthers & 1);
       s.grad_r_full[kept].wait(now / Shared::kOthers & 1);
       s.lower_free.wait((now & 1) ^ 1);
-      make_lower<T, kDim>(s, s.factors[stage], s.k[stage], kept);
+      make_lower<T, kDecay>(s, s.factors[stage], s.k[stage], kept);
       s.lower_full.arrive();
       s.factors_free[stage].arrive();
       arrive_warp(s.u_free[kept]);

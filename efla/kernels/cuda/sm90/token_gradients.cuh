@@ -122,72 +122,42 @@ struct TokenGradients {
     scale_rows(d, units.inverse(row0), units.inverse(row0 + 8));
   }
 
-  // Without decay, the C x C operands and their sums. kScores: rows are i, columns t >= i; from
-  // pair = U dO^T s.pairs[0] = dP / scale and s.pairs[1] = (scale dP)^T, for K and Q as stored.
-  // Else rows are t, columns i < t; from pair = dR U^T and gram = K K^T s.pairs[2] = B + B^T for K
-  // as stored, its diagonal zero. So a warp has as much of both together as the others.
-  template <bool kScores>
-  __device__ __forceinline__ void make_operands(const float (&pair)[32], const float (&gram)[32],
-                                                const TokenFactors& f) {
-    const float symmetric[2] = {kScores ? 0.f : f.symmetric[row0],
-                                kScores ? 0.f : f.symmetric[row0 + 8]};
-    float sums[2] = {};
+  // Without decay, from pair = U dO^T, rows i and columns t >= i: s.pairs[0] = dP / scale and
+  // s.pairs[1] = (scale dP)^T, for K and Q as stored.
+  __device__ __forceinline__ void make_plain_scores(const float (&pair)[32],
+                                                    const TokenFactors& f) {
 #pragma unroll
     for (int block = 0; block < 4; ++block) {  // 16 columns; registers as of an operand A
-      uint32_t plain[4] = {}, scaled[4] = {};
-      const bool same = block == warp;
-      if (kScores ? block >= warp : block <= warp) {
+      uint32_t plain[4] = {}, scaled[4] = {};  // zero where t < i
+      if (block >= warp) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const int c = 16 * block + 8 * j + t4;
-          float2 query;
-          if constexpr (kScores) query = float_pair(f.query, c);
+          const float2 query = float_pair(f.query, 16 * block + 8 * j + t4);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            // dP / scale, or -dL / (r |k_t|): U came over |k_i| / r.
             const int at = 8 * block + 4 * j + 2 * h;
             float x = pair[at], y = pair[at + 1];
-            if (same) {
+            if (block == warp) {
               const int r = lane / 4;
               if (j == h) {
-                if (kScores ? t4 < r : t4 >= r) x = 0.f;
-                if (kScores ? t4 + 1 < r : t4 + 1 >= r) y = 0.f;
-              } else if ((j < h) == kScores) {
+                if (t4 < r) x = 0.f;
+                if (t4 + 1 < r) y = 0.f;
+              } else if (j < h) {
                 x = y = 0.f;
               }
             }
-            const float sx = x * (kScores ? query.x : symmetric[h]);
-            const float sy = y * (kScores ? query.y : symmetric[h]);
-            if constexpr (!kScores) {
-              const float gx = x * gram[at], gy = y * gram[at + 1];
-              sums[h] += gx + gy;
-            }
-            scaled[2 * j + h] = pack<T>(sx, sy);
+            scaled[2 * j + h] = pack<T>(x * query.x, y * query.y);
             plain[2 * j + h] = pack<T>(x, y);
           }
         }
       }
-      const int direct_at = tile_offset(16 * warp + lane % 16, 16 * block + lane / 16 * 8);
-      const int turned_at =
-          tile_offset(16 * block + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8);
-      if (kScores) {  // zero where t < i
-        stmatrix_x4(shared_address(s.pairs[1]) + direct_at, scaled);
-        stmatrix_x4_transposed(shared_address(s.pairs[0]) + turned_at, plain);
-      } else if (block <= warp) {
-        uint32_t direct[4] = {scaled[0], scaled[1], scaled[2], scaled[3]};
-        if (same) {  // both in one block: where one has elements the other has zeros
-          direct[0] = add_pairs<T>(direct[0], transpose(scaled[0]));
-          direct[2] = transpose(scaled[1]);
-          direct[3] = add_pairs<T>(direct[3], transpose(scaled[3]));
-        } else {
-          stmatrix_x4_transposed(shared_address(s.pairs[2]) + turned_at, scaled);
-        }
-        stmatrix_x4(shared_address(s.pairs[2]) + direct_at, direct);
-      }
-    }
-    if constexpr (!kScores) {
-      const float x = sum_quad(sums[0]), y = sum_quad(sums[1]);
-      keep_sums(s.sums.lower, f.row[row0] * x, f.row[row0 + 8] * y);
+      stmatrix_x4(shared_address(s.pairs[1]) +
+                      tile_offset(16 * warp + lane % 16, 16 * block + lane / 16 * 8),
+                  scaled);
+      stmatrix_x4_transposed(
+          shared_address(s.pairs[0]) +
+              tile_offset(16 * block + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8),
+          plain);
     }
   }
 
@@ -255,11 +225,10 @@ struct TokenGradients {
     return true;
   }
 
-  // s.pairs and L's row sums; with decay P's alone.
-  __device__ __forceinline__ void square_operands(const Tile* k, const Tile* q,
-                                                  const TokenFactors& f, int buffer,
+  // s.pairs[0] and s.pairs[1].
+  __device__ __forceinline__ void square_operands(const TokenFactors& f, int buffer,
                                                   uint32_t buffer_round) {
-    float pair[32], gram[32];
+    float pair[32];
     s.u_full[kept].wait(kept_round);
     fence_products();
     multiply_rows(pair, s.u[kept], s.grad_o[kept]);
@@ -273,18 +242,7 @@ struct TokenGradients {
     if constexpr (kDecay) {
       make_scores<T, kDim>(s, f, pair, warp, lane);
     } else {
-      make_operands<true>(pair, gram, f);
-      s.grad_r_full[kept].wait(kept_round);
-    }
-    if constexpr (kErase && !kDecay) {
-      fence_products();
-      multiply_rows(pair, s.grad_r[kept], s.u[kept]);
-      multiply_rows(gram, k, k);
-      commit_products();
-      wait_products<0>();
-      pin(pair);
-      pin(gram);
-      make_operands<false>(pair, gram, f);
+      make_plain_scores(pair, f);
     }
     fence_async_proxy();
     sync();
@@ -319,82 +277,47 @@ struct TokenGradients {
     store_rows(a.grad_q, maps.grad_q, s.grad_o[kept], d, begin, tokens);
   }
 
-  // Starts d (+)= (x U) dS^T, U's rows scaled on the way to the registers.
-  __device__ __forceinline__ void add_scaled_writes(float (&d)[kDim / 2], const TokenFactors& f,
-                                                    bool add) {
-    const float scale[2] = {f.x[row0], f.x[row0 + 8]};
-    const SplitPair split[2] = {{scale[0], scale[0]}, {scale[1], scale[1]}};
-    pin(d);
-#pragma unroll
-    for (int i0 = 0; i0 < kDim / 16; i0 += 4) {
-      uint32_t x[4][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        load_step(x[i], s.u[kept], i0 + i);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if constexpr (kIsBfloat16<T>) {
-            x[i][j] = split[j % 2].times(x[i][j]);
-          } else {  // which may not hold the scale
-            const float2 value = unpack<T>(x[i][j]);
-            x[i][j] = pack<T>(scale[j % 2] * value.x, scale[j % 2] * value.y);
-          }
-        }
-      }
-      if (i0 > 0) {
-        wait_products<0>();
-        pin(d);
-      }
-      fence_products();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        product_columns<T>(d, x[i],
-                           describe_columns(s.grad_state[kept][i0 / 4][0], kC * 128) + 128 * i,
-                           add || i0 + i > 0);
-      }
-      commit_products();
-    }
-  }
-
   __device__ __forceinline__ void key_gradients(const Tile* k, const Tile* q, const TokenFactors& f,
                                                 int64_t begin, int tokens, uint32_t round) {
     float d[kDim / 2];
     float2 zk = make_float2(0.f, 0.f);
-    if constexpr (kDecay) s.grad_r_full[kept].wait(kept_round);
+    s.grad_r_full[kept].wait(kept_round);
     if constexpr (kErase) {
       multiply_state(d, s.grad_r[kept], s.state[kept], false);
       wait_products<0>();
       pin(d);
-      if constexpr (kDecay) {
-        zk = tile_dots(d, k);
-      } else {
-        zk = row_dots(d, k);
-      }
+      zk = tile_dots(d, k);
       keep_sums(s.sums.zk, zk.x, zk.y);
       if constexpr (kDecay) s.erased_full.arrive();
       scale_rows(d, f.z[row0], f.z[row0 + 8]);
     }
+    if constexpr (!kDecay) s.sums_full.arrive();
     if (stores_left()) s.grad_o_free[kept].arrive();
     arrive_warp(s.grad_r_free[kept]);
     arrive_warp(s.state_free[kept]);
     s.grad_state_full[kept].wait(kept_round);
-    if constexpr (kDecay) {
-      add_scaled_writes(d, f, kErase);
-    } else {
-      s.sums_full.arrive();
+    pin(d);
+    multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
+    if constexpr (kDecay) {  // U is scaled here, in float: k.X then is what the chain has, too
+      wait_products<0>();
       pin(d);
-      multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
-    }
-    add_square(d, s.pairs[1], q);
-    wait_products<1>();
-    arrive_warp(s.u_free[kept]);
-    arrive_warp(s.grad_state_free[kept]);
-    if constexpr (kDecay) {
+      arrive_warp(s.u_free[kept]);
+      arrive_warp(s.grad_state_free[kept]);
+      const float x[2] = {f.x[row0], f.x[row0 + 8]};
+      zk.x *= f.z[row0] * x[0], zk.y *= f.z[row0 + 8] * x[1];
+      scale_rows(d, x[0], x[1]);
+      pin(d);
+      add_square(d, s.pairs[1], q);
       wait_products<0>();
       pin(d);
       const float2 all = tile_dots(d, k);
-      keep_sums(s.sums.key, all.x - f.z[row0] * zk.x, all.y - f.z[row0 + 8] * zk.y);
+      keep_sums(s.sums.key, all.x - zk.x, all.y - zk.y);
       s.sums_full.arrive();
+    } else {
+      add_square(d, s.pairs[1], q);
+      wait_products<1>();
+      arrive_warp(s.u_free[kept]);
+      arrive_warp(s.grad_state_free[kept]);
     }
     if constexpr (kErase) {
       s.diagonal_full.wait(round);
@@ -404,7 +327,7 @@ struct TokenGradients {
     }
     wait_products<0>();
     pin(d);
-    if constexpr (kErase && kDecay) arrive_warp(s.lower_free);
+    if constexpr (kErase) arrive_warp(s.lower_free);
     if (a.qk_l2norm) through_l2norm(d, k, f.key[row0], f.key[row0 + 8]);
     // Read by the lane that says below that its warp is done with K and Q and what came with them.
     if (kIsBfloat16<T> && __any_sync(0xffffffffu, lane == 0 && s.whole[step % 2].long_rows)) {
@@ -435,8 +358,8 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
       s.grad_o_full[step % kKept].wait(step / kKept & 1);
       if (tokens < kC) s.cleared.wait(0);
       hide(thread);
-      Gradients{maps, a, s, p, thread / 32, thread % 32, step}.square_operands(
-          s.k[stage], s.q[stage], s.factors[stage], stage, step / 2 & 1);
+      Gradients{maps, a, s, p, thread / 32, thread % 32, step}.square_operands(s.factors[stage],
+                                                                               stage, step / 2 & 1);
     }
     hide(thread);
     hide(step);
