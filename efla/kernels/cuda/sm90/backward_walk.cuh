@@ -47,36 +47,28 @@ __device__ __forceinline__ void feed_kept(const BackwardMaps& maps, const ChunkA
   using Shared = BackwardShared<kDim, kAdvance>;
   constexpr int kTile = Shared::kTile, kTiles = Shared::kTiles;
   constexpr int kBytes = (kErase ? 2 : 1) * kTile + static_cast<int>(sizeof(ChunkScalars));
-  constexpr int kWide = kTiles * kTile, kState = kTiles * kWide;
   const int chunks = chunks_of(p);
   Ring<Shared::kOthers> ring;
   for (int step = 0; step < chunks; ++step, ring.advance()) {
     const int i = ring.index;
     const int64_t place = workspace_place(a, p, reversed(chunks, step));
-    const auto* inverse = static_cast<unsigned char*>(a.inverse) + place * kTile;
-    const auto* scores = static_cast<unsigned char*>(a.scores) + place * kTile;
     s.triangles_free[i].wait(ring.round ^ 1);
     Barrier& full = s.triangles_full[i];
     full.arrive_expecting(kBytes);
-    if (kErase) load_bytes(s.inverse[i], inverse, kTile, full);
-    load_bytes(s.scores[i], scores, kTile, full);
+    if (kErase) {
+      load_bytes(s.inverse[i], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile, full);
+    }
+    load_bytes(s.scores[i], static_cast<unsigned char*>(a.scores) + place * kTile, kTile, full);
     load_bytes(&s.scalars[i], a.scalars + place * kScalarRows * kC, sizeof(ChunkScalars), full);
     if constexpr (!kAdvance) {
-      const auto* state = static_cast<unsigned char*>(a.states) + place * kState;
-      const auto* u = static_cast<unsigned char*>(a.u) + place * kWide;
-      if (step + 1 < chunks) {  // the next chunk's: its buffers become free when they are needed
-        const int64_t back = place - workspace_place(a, p, reversed(chunks, step + 1));
-        if (kErase) prefetch_bytes(inverse - back * kTile, kTile);
-        prefetch_bytes(scores - back * kTile, kTile);
-        prefetch_bytes(state - back * kState, kState);
-        prefetch_bytes(u - back * kWide, kWide);
-      }
+      constexpr int kWide = kTiles * kTile, kState = kTiles * kWide;
       s.state_free[i].wait(ring.round ^ 1);
       s.state_full[i].arrive_expecting(kState);
-      load_bytes(s.state[i], state, kState, s.state_full[i]);
+      load_bytes(s.state[i], static_cast<unsigned char*>(a.states) + place * kState, kState,
+                 s.state_full[i]);
       s.u_free[i].wait(ring.round ^ 1);
       s.u_full[i].arrive_expecting(kWide);
-      load_bytes(s.u[i], u, kWide, s.u_full[i]);
+      load_bytes(s.u[i], static_cast<unsigned char*>(a.u) + place * kWide, kWide, s.u_full[i]);
       s.triangles_read[i].wait(ring.round);
       s.values_full[i].arrive_expecting(kWide);
       for (int n = 0; n < kTiles; ++n) {

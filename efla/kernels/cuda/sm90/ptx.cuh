@@ -130,10 +130,6 @@ __device__ __forceinline__ void load_bytes(void* shared, const void* global, int
       "l"(global), "r"(bytes), "r"(shared_address(&full.word))
       : "memory");
 }
-// Brings them into the second cache.
-__device__ __forceinline__ void prefetch_bytes(const void* global, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
-}
 __device__ __forceinline__ void store_bytes(void* global, const void* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(shared_address(shared)), "r"(bytes)
