@@ -161,8 +161,8 @@ EFLA_HOST_DEVICE StepSlopes<T> key_slopes(Rule rule, T beta, T lambda, T unit, b
                       : long_step_slopes(rule, beta, lambda, unit, has_decay, log_decay);
 }
 
-/// step_gradients for such a key. The gradient of beta, which may be of order unit^2, is bounded by
-/// the largest finite number.
+/// step_gradients for key_slopes or long_step_slopes. The gradient of beta, which for long keys may
+/// be of order unit^2, is bounded by the largest finite number, for all keys.
 template <typename T>
 EFLA_HOST_DEVICE StepInputGradients<T> key_gradients(const StepSlopes<T>& slopes,
                                                      StepCoefficients<T> grad) {

@@ -249,7 +249,8 @@ struct StepSlopes {
   T log_gate;                          // dg by log_decay
 };
 
-/// Those of `step_coefficients` (docs/mathematics.md, "Gradients"), finite for finite input.
+/// Those of `step_coefficients` (docs/mathematics.md, "Gradients"). For the exact rules they are
+/// finite for every finite beta >= 0, lambda >= 0 and log_decay <= 0.
 template <typename T>
 EFLA_HOST_DEVICE StepSlopes<T> step_slopes(Rule rule, T beta, T lambda, bool has_decay,
                                            T log_decay) {
@@ -271,12 +272,14 @@ EFLA_HOST_DEVICE StepSlopes<T> step_slopes(Rule rule, T beta, T lambda, bool has
       out.erase.beta = internal::exp_series<1, 1>(beta * lambda);
       out.erase.lambda = beta * beta * T(-0.5);
       out.write = out.erase;
+      out.log_gate = T(0);
       break;
     case Rule::kRk4: {
       const T x = beta * lambda;
       out.erase.beta = internal::exp_series<1, 3>(x);
       out.erase.lambda = beta * beta * T(-0.5) * internal::phi_derivative_series<1, 2>(x);
       out.write = out.erase;
+      out.log_gate = T(0);
       break;
     }
     case Rule::kExact: {
@@ -317,6 +320,7 @@ EFLA_HOST_DEVICE StepInputGradients<T> step_gradients(const StepSlopes<T>& slope
               grad.write * slopes.write.log_decay};
 }
 
+/// The same from the inputs of the rule.
 template <typename T>
 EFLA_HOST_DEVICE StepInputGradients<T> step_coefficients_backward(Rule rule, T beta, T lambda,
                                                                   bool has_decay, T log_decay,

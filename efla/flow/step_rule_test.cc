@@ -200,7 +200,7 @@ RC_GTEST_PROP(StepRuleProperty, DerivativesMatchDifferences, ()) {
   const double inputs[3] = {*log_uniform(-3, 1), *log_uniform(-3, 2), -*log_uniform(-3, 0.7)};
   const auto rule = *rc::gen::element(Rule::kLinear, Rule::kEuler, Rule::kRk2, Rule::kRk4,
                                       Rule::kExact, Rule::kExactLog);
-  const bool decay = *rc::gen::arbitrary<bool>() && rule != Rule::kRk2 && rule != Rule::kRk4;
+  const bool decay = *rc::gen::arbitrary<bool>();  // which rk2 and rk4 ignore
   const StepCoefficients<double> upstream{0.7, -1.3, 0.9};
   const auto loss = [&](Real beta, Real lambda, Real g) {
     const auto step = step_coefficients<Real>(rule, beta, lambda, decay, g);

@@ -1,71 +1,41 @@
-"""The barriers of the Hopper scan (efla/kernels/cuda/sm90/scan*.cuh) as coroutines under random schedules.
-
-Warps arrive at and wait for the kernels' barriers in the kernels' order; nothing is computed: a buffer holds
-the number of the chunk that is in it, and whoever reads one says which chunk it expects. What a GPU shows once
-in many runs (two roles that wait for each other, a barrier a round further than its waiter knows, a buffer that
-is overwritten too soon) is found here in seconds. Whoever changes the kernels' order changes it here first.
-"""
+"""The barriers of the Hopper scan (efla/kernels/cuda/sm90/scan*.cuh): see barrier_model.py."""
 
 import itertools
-import random
 
 import pytest
+from barrier_model import DeadlockError, Model, NamedBarrier, barriers
 
 GROUPS = 2  # warpgroups of the walk
 WARPS = 4
 
 
-class DeadlockError(Exception):
-    pass
-
-
-class Barrier:
-    """An mbarrier; a warp's 32 arrivals count as one."""
-
-    def __init__(self, arrivals):
-        self.arrivals = self.pending = arrivals
-        self.phase = 0
-
-    def arrive(self):
-        assert self.pending > 0
-        self.pending -= 1
-        if self.pending == 0:
-            self.phase, self.pending = self.phase + 1, self.arrivals
-
-    def wait(self, parity):
-        return lambda: self.phase % 2 != parity
-
-
-class NamedBarrier:
-    """bar.sync of the four warps of a warpgroup."""
-
-    def __init__(self):
-        self.waiting = self.generation = 0
-
-    def sync(self):
-        mine = self.generation
-        self.waiting += 1
-        if self.waiting == WARPS:
-            self.waiting, self.generation = 0, self.generation + 1
-        return lambda: self.generation != mine
-
-
-class Scan:
-    """One block. Coroutines yield what they wait for, or None where another warp may come in between."""
-
+class Scan(Model):
     def __init__(
-        self, seed, erase, decay, half, keep, tail, chunks, wait_twice=False, fences=True, slowest_load=20
+        self,
+        seed,
+        erase,
+        decay,
+        half,
+        keep,
+        tail,
+        chunks,
+        wait_twice=False,
+        fences=True,
+        slowest_load=20,
     ):
-        self.random = random.Random(seed)
-        self.erase, self.keep, self.output, self.tail, self.chunks = erase, keep, not keep, tail, chunks
+        super().__init__(seed)
+        self.erase, self.keep, self.output, self.tail, self.chunks = (
+            erase,
+            keep,
+            not keep,
+            tail,
+            chunks,
+        )
         self.folded = not half and (erase or not decay) and self.output
         self.inverter_scores = erase and decay and self.output
         self.wait_twice, self.fences, self.slowest_load = wait_twice, fences, slowest_load
         self.keys, self.queries, self.values = 4 if self.output else 3, 3, 2  # buffers
         walkers = WARPS * GROUPS
-
-        def barriers(count, arrivals):
-            return [Barrier(arrivals) for _ in range(count)]
 
         self.keys_full, self.lower_full = barriers(self.keys, 1), barriers(self.keys, WARPS)
         self.keys_free = barriers(self.keys, walkers + WARPS * (1 + self.inverter_scores))
@@ -81,14 +51,12 @@ class Scan:
         # What is in the buffers; those that four warps write hold a number for each.
         self.k, self.q, self.v = [None] * self.keys, [None] * self.queries, [None] * self.values
         self.scalars = [[None] * WARPS for _ in range(self.keys)]
-        self.lower, self.inverse, self.scores = ([[None] * WARPS for _ in range(2)] for _ in range(3))
+        self.lower, self.inverse, self.scores = (
+            [[None] * WARPS for _ in range(2)] for _ in range(3)
+        )
         self.query_rows = [None] * 8
         self.o = [[None] * WARPS for _ in range(GROUPS)]
         self.sent = [[] for _ in range(GROUPS)]
-        self.tasks = []  # [coroutine, what it waits for, how often it gets a turn]
-
-    def start(self, coroutine):
-        self.tasks.append([coroutine, None, self.random.choice((1, 1, 0.3, 0.03))])
 
     def run(self):
         for warp in range(WARPS):
@@ -96,33 +64,14 @@ class Scan:
             self.start(self.invert(warp))
             for group in range(GROUPS):
                 self.start(self.walk(group, warp))
-        while self.tasks:
-            able = [t for t in self.tasks if t[1] is None or t[1]()]
-            if not able:
-                raise DeadlockError
-            task = self.random.choices(able, [t[2] for t in able])[0]
-            try:
-                task[1] = next(task[0])
-            except StopIteration:
-                self.tasks.remove(task)
+        self.run_all()
         if self.output:
             assert self.sent == [list(range(self.chunks))] * GROUPS
-
-    @staticmethod
-    def ring(chunk, size):
-        return chunk % size, chunk // size % 2
-
-    def copy(self, full, buffers, index, chunk):
-        for _ in range(self.random.randrange(20)):
-            yield None
-        buffers[index] = chunk
-        full.arrive()
 
     def feed(self, full, free, buffers, chunk):
         index, parity = self.ring(chunk, len(buffers))
         yield free[index].wait(parity ^ 1)
-        buffers[index] = "under way"
-        self.start(self.copy(full[index], buffers, index, chunk))
+        self.copy(full[index], index, chunk, buffers)
 
     def clear_values(self, chunk):
         index, parity = self.ring(chunk, self.values)
@@ -131,7 +80,10 @@ class Scan:
 
     def prepare(self, warp):
         for c in range(self.chunks):
-            (i, key_parity), (qi, query_parity) = self.ring(c, self.keys), self.ring(c, self.queries)
+            (i, key_parity), (qi, query_parity) = (
+                self.ring(c, self.keys),
+                self.ring(c, self.queries),
+            )
             j, parity = self.ring(c, 2)
             part = self.tail and c == self.chunks - 1
             yield self.keys_full[i].wait(key_parity)
@@ -186,7 +138,10 @@ class Scan:
                 yield from self.feed(*queries, query)
             if warp == 1 and self.values <= value < self.chunks:
                 yield from self.feed(*values, value)
-            (i, key_parity), (qi, query_parity) = self.ring(c, self.keys), self.ring(c, self.queries)
+            (i, key_parity), (qi, query_parity) = (
+                self.ring(c, self.keys),
+                self.ring(c, self.queries),
+            )
             j, parity = self.ring(c, 2)
             yield self.triangles_free[j].wait(parity ^ 1)
             yield self.lower_full[i].wait(key_parity)
@@ -249,7 +204,10 @@ class Scan:
             loaded = yield from self.read_values(0)
             yield from self.give_back(0, loaded)
         for c in range(self.chunks):
-            (i, key_parity), (qi, query_parity) = self.ring(c, self.keys), self.ring(c, self.queries)
+            (i, key_parity), (qi, query_parity) = (
+                self.ring(c, self.keys),
+                self.ring(c, self.queries),
+            )
             j, parity = self.ring(c, 2)
             if early:
                 yield self.lower_full[i].wait(key_parity)
@@ -306,7 +264,9 @@ class Scan:
 
 
 FLAGS = ("erase", "decay", "half", "keep", "tail")
-KERNELS = [dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=5)]
+KERNELS = [
+    dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=5)
+]
 
 
 def name_of(kernel):
@@ -341,8 +301,7 @@ def test_buffers_given_back_too_soon_are_found():
         def feed(self, full, free, buffers, chunk):
             index, _ = self.ring(chunk, len(buffers))
             yield None  # in the place of waiting until the buffer is free
-            buffers[index] = "under way"
-            self.start(self.copy(full[index], buffers, index, chunk))
+            self.copy(full[index], index, chunk, buffers)
 
     kernel = {"erase": True, "decay": False, "half": False, "keep": False, "tail": False}
     with pytest.raises((AssertionError, DeadlockError)):

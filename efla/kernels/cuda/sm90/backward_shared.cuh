@@ -32,19 +32,21 @@ struct Units {
   }
 };
 
-// Per token, from the scalars' warps to the warpgroup of dQ and dK. |k| is that of what the step
-// rule sees (1 for a zero key), r = 1 / |k| of the optional l2 normalisation, else 1.
+// Per token, from the scalars' warps to the warpgroup of dQ and dK, and to the chain. |k| is that
+// of what the step rule sees (1 for a zero key), r = 1 / |k| of the optional l2 normalisation,
+// else 1.
 struct TokenFactors {
   float row[kC];        // -r |k|
   float symmetric[kC];  // -e r |k|: of D o dL o K in dK
   float column[kC];     // r / |k|, with decay; else U comes with it
-  // As in RowFactors.
+  // As in RowFactors; head: the decay from before a token's 16 to it.
   float gate[kC], head[kC], query_head[kC], column_tail[kC];
   alignas(16) float block_gate[4];
-  float query[kC];   // scale, times 1 / |q| of the optional l2 normalisation
-  float key[kC];     // r
-  float z[kC];       // -e Gamma r |k|: of Z in dK; with decay over x
-  float x[kC];       // with decay exp(G_C - G) r / |k|, of X, or what is enough to divide z by
+  float query[kC];  // scale, times 1 / |q| of the optional l2 normalisation
+  float key[kC];    // r
+  // Of Z and X in dK: -e Gamma r |k|, and with decay exp(G_C - G) r / |k|, which counts as 2^-60 of
+  // the former at least. Then z is the quotient: dK begins with x (z Z + X).
+  float z[kC], x[kC];
   float y[kC];       // with decay Gamma times query: of Y in dQ
   Units key_unit;    // what the row of K has been divided by
   Units query_unit;  // and of Q, in chunks with long rows
@@ -54,8 +56,8 @@ struct TokenFactors {
 struct TokenSums {
   float zk[kC];     // row sums of Z o K
   float lower[kC];  // and of D o dL o KK^T
-  // With decay q.dQ, and k.dK of what is not yet its part of B; the column sums of B o KK^T by
-  // warp, for the blocks of 16 up to the warp's own.
+  // With decay q.dQ, k.(gate_k X + scale (D o dP)^T Q), and the column sums of B o KK^T by warp,
+  // for the blocks of 16 up to the warp's own.
   float query[kC], key[kC], columns[4][kC];
 };
 
@@ -88,7 +90,9 @@ struct BackwardShared {
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
   float write_dot[2][kTiles][kC];  // dR.v by tile of V, of alternate chunks
-  float halves[2][kScalarWarps];   // parts of a sum over tokens, by warp, likewise
+  float through[2]
+               [4 * kTiles];  // parts of <S, dS> behind the chunk, by warp of the chain, likewise
+  float halves[2][kScalarWarps];  // parts of a sum over tokens, by warp, likewise
 
   Place place;  // of the block; here, and not in registers, where it would spill
 
@@ -102,15 +106,16 @@ struct BackwardShared {
   Barrier grad_state_full[kKept], grad_state_free[kKept];
   Barrier grad_r_full[kKept], grad_r_free[kKept];
   Barrier factors_full[2], factors_free[2];
-  Barrier sums_full, write_dot_full, diagonal_full;
-  Barrier cleared;                 // zeros in place of what lies behind the sequence
+  Barrier sums_full, diagonal_full;
+  Barrier
+      write_dot_full[2];  // the chain may be done with the next chunk's before this one is missed
+  Barrier cleared;        // zeros in place of what lies behind the sequence
   Barrier lower_full, lower_free;  // B + B^T and the sums that come with it
   Barrier erased_full, sums_free;  // with decay: zk; sums
 
   __device__ __forceinline__ unsigned char (&value_tile(int buffer, int tile))[kTile] {
     return tile == 0 ? inverse[buffer] : scores[buffer];
   }
-  float through[2][4 * kTiles];  // parts of <S, dS> behind the chunk, by warp of the chain
 };
 
 template <int kDim>
@@ -124,7 +129,12 @@ __device__ __forceinline__ int tokens_of(const Place& p, int chunk) {
   return min(kC, static_cast<int>(p.tokens) - chunk * kC);
 }
 
-// Sums over the four lanes that share a row of an accumulator; in all of them.
+// Sums over a warp, and over the four lanes that share a row of an accumulator; in all of them.
+__device__ __forceinline__ float sum_warp(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
 __device__ __forceinline__ float sum_quad(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);

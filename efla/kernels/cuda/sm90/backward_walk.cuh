@@ -109,7 +109,7 @@ __device__ __forceinline__ void init_barriers(BackwardShared<kDim, kAdvance>& s)
     s.grad_r_full[i].init(kChain);
     s.grad_r_free[i].init(4 + kLowerWarps);
   }
-  s.write_dot_full.init(kChain);
+  for (Barrier& full : s.write_dot_full) full.init(kChain);
   s.sums_full.init(kWarpgroup), s.diagonal_full.init(32 * kScalarWarps);
   for (int i = 0; i < Shared::kKept; ++i) s.grad_o_read[i].init(kChainWarps);
   s.cleared.init(kChain);

@@ -30,7 +30,7 @@ struct ScalarGradients {
   static __device__ __forceinline__ void sync() { sync_threads(3, 32 * kScalarWarps); }
 
   // Reads the inputs of a chunk's token.
-  __device__ __forceinline__ Input begin(int chunk) {
+  __device__ __forceinline__ Input read_input(int chunk) {
     const float* squares = a.scalars + workspace_place(a, p, chunk) * kScalarRows * kC + t;
     Input x{0.f, 0.f, squares[kKeySquare * kC], 0.f};
     if (a.qk_l2norm) x.query_square = squares[kQuerySquare * kC];
@@ -43,8 +43,7 @@ struct ScalarGradients {
 
   // Both halves' sums of x over the chunk's tokens. Chunks take `halves` in turn.
   __device__ __forceinline__ float2 sum_halves(float x, float (&halves)[kScalarWarps]) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    x = sum_warp(x);
     if (lane == 0) halves[t / 32] = x;
     sync();
     return make_float2(halves[0], halves[1]);
@@ -100,17 +99,17 @@ struct ScalarGradients {
       f.column[t] = column;
       f.column_tail[t] = tail * column;
       z *= gamma;
-      const float x =
-          fmaxf(gates.between(t / 16, 4) * tail * column, fmaxf(0x1p-60f * fabsf(z), 0x1p-100f));
-      f.x[t] = x;
-      z /= x;
+      const float least = fmaxf(0x1p-60f * fabsf(z), 0x1p-100f);
+      const float out = fmaxf(gates.between(t / 16, 4) * tail * column, least);
+      f.x[t] = out;
+      z /= out;
     }
     f.row[t] = row;
     f.symmetric[t] = c.erase * row;
     f.query[t] = query;
     f.key[t] = key_scale;
     f.z[t] = z;
-    f.y[t] = kDecay ? query * gamma : 1.f;
+    if constexpr (kDecay) f.y[t] = query * gamma;
     token.through_norm = -gamma * row;
     token.erase = c.erase;
     return token;
@@ -207,7 +206,7 @@ struct ScalarGradients {
   __device__ __forceinline__ Token prepare(int step) {
     static_assert(Shared::kStages == 2);
     const int stage = step % 2, chunk = reversed(chunks_of(p), step), tokens = tokens_of(p, chunk);
-    const Input x = begin(chunk);
+    const Input x = read_input(chunk);
     send_for_values(step);
     s.tokens_full[stage].wait(step / 2 & 1);
     if (tokens < kC) s.cleared.wait(0);
@@ -237,7 +236,7 @@ struct ScalarGradients {
     const int chunk = reversed(chunks_of(p), step);
     const int64_t begin = p.begin + int64_t{chunk} * kC;
     const TokenFactors& f = s.factors[step % 2];
-    s.write_dot_full.wait(round);
+    s.write_dot_full[step % 2].wait(step / 2 & 1);
     float write_dot = s.write_dot[step % 2][0][t];
 #pragma unroll
     for (int n = 1; n < Shared::kTiles; ++n) write_dot += s.write_dot[step % 2][n][t];

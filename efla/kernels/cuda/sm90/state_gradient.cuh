@@ -4,12 +4,14 @@
 //   dU^T = dO^T P_hat + gate_k (dS^T K^T)        dR^T = dU^T A_hat
 //   dS^T = Gamma_C dS^T + (gate_q dO^T) Q - (e dR^T) K
 //
+// It also writes dV = w dR, and makes what the other warps then wait for: dR.v, B + B^T
+// (square_operands.cuh) and with decay <S, dS> behind the chunk.
 // A_hat, P_hat^T and the scalars come from the forward walk (Walk::kKeep) as it left them in shared
 // memory. dS^T (of the state after the chunk) and dR go to shared memory, for token_gradients.cuh.
 // Where sequences are split, a first launch (kAdvance) takes each part from zero to its N'.
 #pragma once
 
-#include "efla/kernels/cuda/sm90/gated_operands.cuh"
+#include "efla/kernels/cuda/sm90/square_operands.cuh"
 #include "efla/kernels/cuda/sm90/state_rows.cuh"
 
 namespace efla::cuda::sm90 {
@@ -60,12 +62,6 @@ __device__ __forceinline__ float state_dot(const float (&grad)[kN], const Tile (
     add_dot<T>(sum, &grad[8 * n], x);
   }
   return sum[0] + sum[1];
-}
-
-__device__ __forceinline__ float sum_warp(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
-  return x;
 }
 
 // Writes dV = w dR of a warpgroup's columns of V, `column` the first, and leaves dR.v of them; 8
@@ -308,10 +304,10 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       value_gradients<T, kPadded>(a, p, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk), column,
                                   s.grad_r[kept][group], s.value_tile(j, group), scalars.write,
                                   s.write_dot[step_now() % 2][group]);
-      s.write_dot_full.arrive();
-      fence_async_proxy();  // as give_back(): v was read
+      s.write_dot_full[step_now() % 2].arrive();
     }
-    s.triangles_free[j].arrive();  // each thread has read scalars
+    fence_async_proxy();           // as give_back():
+    s.triangles_free[j].arrive();  // each thread has read scalars, and v
     wait_products<0>();
     pin(state);
     if constexpr (kLower) {

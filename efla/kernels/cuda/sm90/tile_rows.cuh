@@ -28,15 +28,6 @@ __device__ __forceinline__ float square_of_piece(const unsigned char* tiles, int
   return sum;
 }
 
-// Of the whole row.
-template <typename T>
-__device__ __forceinline__ float square_of_row(const unsigned char* tiles, int count, int row) {
-  float sum = 0.f;
-#pragma unroll 2
-  for (int i = 0; i < count * 8; ++i) sum += square_of_piece<T>(tiles, row, i);
-  return sum;
-}
-
 // Whether a row of K or Q with that square may be long (long_key.h). Half has no such rows.
 template <typename T>
 __device__ __forceinline__ bool may_be_long(float square) {

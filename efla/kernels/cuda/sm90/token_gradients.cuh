@@ -11,7 +11,7 @@
 // What needs neither dR nor dS comes first: meanwhile the chain makes them.
 #pragma once
 
-#include "efla/kernels/cuda/sm90/gated_operands.cuh"
+#include "efla/kernels/cuda/sm90/square_operands.cuh"
 
 namespace efla::cuda::sm90 {
 
@@ -122,45 +122,6 @@ struct TokenGradients {
     scale_rows(d, units.inverse(row0), units.inverse(row0 + 8));
   }
 
-  // Without decay, from pair = U dO^T, rows i and columns t >= i: s.pairs[0] = dP / scale and
-  // s.pairs[1] = (scale dP)^T, for K and Q as stored.
-  __device__ __forceinline__ void make_plain_scores(const float (&pair)[32],
-                                                    const TokenFactors& f) {
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {  // 16 columns; registers as of an operand A
-      uint32_t plain[4] = {}, scaled[4] = {};  // zero where t < i
-      if (block >= warp) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float2 query = float_pair(f.query, 16 * block + 8 * j + t4);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int at = 8 * block + 4 * j + 2 * h;
-            float x = pair[at], y = pair[at + 1];
-            if (block == warp) {
-              const int r = lane / 4;
-              if (j == h) {
-                if (t4 < r) x = 0.f;
-                if (t4 + 1 < r) y = 0.f;
-              } else if (j < h) {
-                x = y = 0.f;
-              }
-            }
-            scaled[2 * j + h] = pack<T>(x * query.x, y * query.y);
-            plain[2 * j + h] = pack<T>(x, y);
-          }
-        }
-      }
-      stmatrix_x4(shared_address(s.pairs[1]) +
-                      tile_offset(16 * warp + lane % 16, 16 * block + lane / 16 * 8),
-                  scaled);
-      stmatrix_x4_transposed(
-          shared_address(s.pairs[0]) +
-              tile_offset(16 * block + lane / 16 * 8 + lane % 8, 16 * warp + lane / 8 % 2 * 8),
-          plain);
-    }
-  }
-
   // Backward of x r, r = 1 / |x|, in place, from d = r g: r (g - x r^2 (x.g)).
   __device__ __forceinline__ void through_l2norm(float (&d)[kDim / 2], const Tile* tiles, float r0,
                                                  float r1) const {
@@ -239,11 +200,7 @@ struct TokenGradients {
     sync();  // dK of the chunk before has left s.pairs
     wait_products<0>();
     pin(pair);
-    if constexpr (kDecay) {
-      make_scores<T, kDim>(s, f, pair, warp, lane);
-    } else {
-      make_plain_scores(pair, f);
-    }
+    make_upper<T, kDecay>(s, f, pair, warp, lane);
     fence_async_proxy();
     sync();
   }
@@ -298,13 +255,15 @@ struct TokenGradients {
     s.grad_state_full[kept].wait(kept_round);
     pin(d);
     multiply_state(d, s.u[kept], s.grad_state[kept], kErase);
-    if constexpr (kDecay) {  // U is scaled here, in float: k.X then is what the chain has, too
+    if constexpr (kDecay) {
+      // Scaled behind the product, k.X has U's roundings in common with the chain's <S, dS>,
+      // against which it cancels.
       wait_products<0>();
       pin(d);
       arrive_warp(s.u_free[kept]);
       arrive_warp(s.grad_state_free[kept]);
       const float x[2] = {f.x[row0], f.x[row0 + 8]};
-      zk.x *= f.z[row0] * x[0], zk.y *= f.z[row0 + 8] * x[1];
+      if constexpr (kErase) zk.x *= f.z[row0] * x[0], zk.y *= f.z[row0 + 8] * x[1];
       scale_rows(d, x[0], x[1]);
       pin(d);
       add_square(d, s.pairs[1], q);
@@ -352,9 +311,6 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
       const int stage = step % 2, chunk = reversed(chunks_of(p), step),
                 tokens = tokens_of(p, chunk);
       s.tokens_full[stage].wait(step / 2 & 1);
-      if (kIsBfloat16<T> && kDecay && s.whole[stage].long_rows) {
-        s.factors_full[stage].wait(step / 2 & 1);  // ahead of Q K^T: they are shortened
-      }
       s.grad_o_full[step % kKept].wait(step / kKept & 1);
       if (tokens < kC) s.cleared.wait(0);
       hide(thread);
@@ -377,7 +333,7 @@ __device__ __forceinline__ void walk_tokens(const BackwardMaps& maps, const Chun
       Gradients{maps, a, s, p, thread / 32, thread % 32, step}.key_gradients(
           s.k[stage], s.q[stage], s.factors[stage], p.begin + int64_t{chunk} * kC, tokens,
           step & 1);
-      arrive_warp(s.tokens_free[stage]);
+      give_back(s.tokens_free[stage]);
       s.factors_free[stage].arrive();
     }
   }

@@ -1,10 +1,11 @@
-// With decay, the C x C operands of dQ and dK, and what dlog_decay needs of L's: the row and column
-// sums of D o dL o KK^T. (Those of D o dP o P are q.dQ and k.dK, exactly: both are made of the same
-// rounded operand.) Equations and names are those of token_gradients.cuh. D_ti is made as in
-// GateFactors: off the diagonal blocks of 16 of factors of rows and columns.
+// The C x C operands of dQ and dK. P's, of rows i and columns t >= i, are made by the tokens'
+// warpgroup; L's, of rows t and columns i < t, by those of the chain, each for its own columns,
+// while they would wait for the tokens' anyway, and with them the row sums of D o dL o KK^T that de
+// asks for. Equations and names are those of token_gradients.cuh.
 //
-// P's is made by the tokens' warpgroup, for dQ and dK alike; L's by those of the chain, each for
-// its own columns of it, in the time that they wait for the tokens' anyway.
+// With decay D_ti is made as in GateFactors: off the diagonal blocks of 16 of factors of rows and
+// columns. dlog_decay asks for the column sums of L's operand as well, and for both of D o dP o P,
+// which are parts of q.dQ and k.dK: P's two operands have the same roundings.
 #pragma once
 
 #include "efla/kernels/cuda/sm90/backward_shared.cuh"
@@ -14,7 +15,7 @@ namespace efla::cuda::sm90 {
 // The 16 rows of a warp of an accumulator, in blocks of 16 columns: eight registers of a thread,
 // which become the four of an operand A.
 template <typename T>
-struct GatedRows {
+struct BlockRows {
   const int warp, lane;
   float sums[2] = {};  // of rows row(0) and row(1), this thread's part
 
@@ -118,12 +119,45 @@ struct GatedRows {
   }
 };
 
-// From pair = U dO^T, rows i and columns t >= i: s.pairs[1] = (scale D o dP)^T and s.pairs[0] =
-// scale D o dP, with the same rounding.
 template <typename T, int kDim>
-__device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const TokenFactors& f,
-                                            const float (&pair)[32], int warp, int lane) {
-  const GatedRows<T> rows{warp, lane};
+__device__ __forceinline__ void make_plain_upper(GradientShared<kDim>& s, const TokenFactors& f,
+                                                 const BlockRows<T>& rows,
+                                                 const float (&pair)[32]) {
+  const int warp = rows.warp, lane = rows.lane, r = lane / 4, c = lane % 4 * 2;
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    uint32_t plain[4] = {}, scaled[4] = {};  // zero where t < i
+    if (block >= warp) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float2 query = float_pair(f.query, rows.column(block, j));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 8 * block + 4 * j + 2 * h;
+          float x = pair[at], y = pair[at + 1];
+          if (block == warp) {
+            if (j == h) {
+              if (c < r) x = 0.f;
+              if (c + 1 < r) y = 0.f;
+            } else if (j < h) {
+              x = y = 0.f;
+            }
+          }
+          scaled[2 * j + h] = pack<T>(x * query.x, y * query.y);
+          plain[2 * j + h] = pack<T>(x, y);
+        }
+      }
+    }
+    stmatrix_x4((shared_address(s.pairs[1]) + rows.direct()) ^ block << 5, scaled);
+    stmatrix_x4_transposed(shared_address(s.pairs[0]) + rows.turned() + 2048 * block, plain);
+  }
+}
+
+template <typename T, int kDim>
+__device__ __forceinline__ void make_gated_upper(GradientShared<kDim>& s, const TokenFactors& f,
+                                                 const BlockRows<T>& rows,
+                                                 const float (&pair)[32]) {
+  const int warp = rows.warp;
   const GateFactors gates(f.block_gate);
   const float tail[2] = {f.column_tail[rows.row(0)], f.column_tail[rows.row(1)]};
   const uint32_t direct = shared_address(s.pairs[1]) + rows.direct();
@@ -169,7 +203,20 @@ __device__ __forceinline__ void make_scores(GradientShared<kDim>& s, const Token
   stmatrix_x4_transposed(turned + 2048 * warp, x);
 }
 
-// From dR U^T and K K^T, rows t and columns i < t: s.pairs[2] = B + B^T, its diagonal zero, and the
+// From pair = U dO^T: s.pairs[1] = (scale D o dP)^T, and s.pairs[0] = scale D o dP with the same
+// rounding, or without decay dP.
+template <typename T, bool kDecay, int kDim>
+__device__ __forceinline__ void make_upper(GradientShared<kDim>& s, const TokenFactors& f,
+                                           const float (&pair)[32], int warp, int lane) {
+  const BlockRows<T> rows{warp, lane};
+  if constexpr (kDecay) {
+    make_gated_upper(s, f, rows, pair);
+  } else {
+    make_plain_upper(s, f, rows, pair);
+  }
+}
+
+// From dR U^T and K K^T: s.pairs[2] = B + B^T, its diagonal zero, and the
 // row sums of D o dL o KK^T. The products and 64 / kTiles columns of it by each of the chain's
 // warpgroups.
 template <typename T, bool kDecay, int kDim>
@@ -197,7 +244,7 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
                       describe_rows(k[i / 4]) + (from_row + i % 4 * 2), i > 0);
   }
   commit_products();
-  GatedRows<T> rows{warp, lane};
+  BlockRows<T> rows{warp, lane};
   const int first = group * kBlocks;
   const uint32_t direct = shared_address(s.pairs[2]) + rows.direct();
   const uint32_t turned = shared_address(s.pairs[2]) + rows.turned();
