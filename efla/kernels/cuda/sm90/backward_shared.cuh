@@ -90,9 +90,9 @@ struct BackwardShared {
   TokenFactors factors[2];        // of alternate chunks
   TokenSums sums;
   float write_dot[2][kTiles][kC];  // dR.v by tile of V, of alternate chunks
-  float through[2]
-               [4 * kTiles];  // parts of <S, dS> behind the chunk, by warp of the chain, likewise
-  float halves[2][kScalarWarps];  // parts of a sum over tokens, by warp, likewise
+  // Parts of <S, dS> behind the chunk, by warp of the chain; of a sum over tokens, by warp.
+  float through[2][4 * kTiles];
+  float halves[2][kScalarWarps];
 
   Place place;  // of the block; here, and not in registers, where it would spill
 
@@ -107,9 +107,9 @@ struct BackwardShared {
   Barrier grad_r_full[kKept], grad_r_free[kKept];
   Barrier factors_full[2], factors_free[2];
   Barrier sums_full, diagonal_full;
-  Barrier
-      write_dot_full[2];  // the chain may be done with the next chunk's before this one is missed
-  Barrier cleared;        // zeros in place of what lies behind the sequence
+  // Of alternate chunks: the chain may be done with the next before the scalars look at this one.
+  Barrier write_dot_full[2];
+  Barrier cleared;                 // zeros in place of what lies behind the sequence
   Barrier lower_full, lower_free;  // B + B^T and the sums that come with it
   Barrier erased_full, sums_free;  // with decay: zk; sums
 

@@ -216,9 +216,8 @@ __device__ __forceinline__ void make_upper(GradientShared<kDim>& s, const TokenF
   }
 }
 
-// From dR U^T and K K^T: s.pairs[2] = B + B^T, its diagonal zero, and the
-// row sums of D o dL o KK^T. The products and 64 / kTiles columns of it by each of the chain's
-// warpgroups.
+// From dR U^T and K K^T: s.pairs[2] = B + B^T, its diagonal zero, and the row sums of D o dL o
+// KK^T. The products and 64 / kTiles columns of it by each of the chain's warpgroups.
 template <typename T, bool kDecay, int kDim>
 __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenFactors& f,
                                            const Tile* k, int kept) {
