@@ -173,15 +173,7 @@ EFLA_HOST_DEVICE StepInputGradients<T> key_gradients(const StepSlopes<T>& slopes
   return out;
 }
 
-/// long_step_coefficients' and key_coefficients' chain rules, as step_coefficients_backward.
-template <typename T>
-EFLA_HOST_DEVICE StepInputGradients<T> long_step_coefficients_backward(Rule rule, T beta, T lambda,
-                                                                       T unit, bool has_decay,
-                                                                       T log_decay,
-                                                                       StepCoefficients<T> grad) {
-  return key_gradients(long_step_slopes(rule, beta, lambda, unit, has_decay, log_decay), grad);
-}
-
+/// step_coefficients_backward for a key divided by `unit`.
 template <typename T>
 EFLA_HOST_DEVICE StepInputGradients<T> key_coefficients_backward(Rule rule, T beta, T lambda,
                                                                  T unit, bool has_decay,

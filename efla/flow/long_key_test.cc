@@ -97,7 +97,7 @@ RC_GTEST_PROP(LongKey, SlopesMatchDifferences, ()) {
            (high[which] - low[which]);
   };
   const auto grad =
-      long_step_coefficients_backward(x.rule, x.beta, x.lambda, x.unit, x.decay, x.g, upstream);
+      key_gradients(long_step_slopes(x.rule, x.beta, x.lambda, x.unit, x.decay, x.g), upstream);
   const Coefficients c = definition(x.rule, x.beta, x.true_lambda(), x.decay, x.g);
   // The two terms of a slope may cancel: their size is that of the coefficients over the variable.
   const Real size = std::abs(c.erase * unit * unit) + std::abs(c.write * unit);
@@ -124,8 +124,8 @@ TEST(LongKey, ExtremesGiveNoNaN) {
               ASSERT_GE(c.erase, 0.f);
               ASSERT_LE(c.erase * lambda, 1.000001f);
               for (const float upstream : {0.f, 1.f, -1.f}) {
-                const auto in = long_step_coefficients_backward(rule, beta, lambda, unit, decay, -g,
-                                                                {upstream, upstream, -upstream});
+                const auto in = key_gradients(long_step_slopes(rule, beta, lambda, unit, decay, -g),
+                                              {upstream, upstream, -upstream});
                 ASSERT_TRUE(std::isfinite(in.beta) && !std::isnan(in.lambda) &&
                             !std::isnan(in.log_decay))
                     << rule_name(rule) << " " << beta << " " << unit << " " << -g;
