@@ -36,12 +36,8 @@ cudaError_t launch_walk_back(const BackwardMaps& maps, const ScanArgs& args, int
   if constexpr (kIsBfloat16<T> && !kDecay) {  // half has not the range
     if (holds_over_scale(a)) kernel = choose(std::true_type{});
   }
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
-    return e;
-  }
-  constexpr int kThreads = kBackwardThreads<kDim, kAdvance>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(maps, args);
-  return cudaGetLastError();
+  return launch(kernel, static_cast<unsigned>(blocks), kBackwardThreads<kDim, kAdvance>, kBytes,
+                stream, maps, args);
 }
 
 template <typename T, int kDim, bool kErase, bool kDecay>

@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   using Shared = BackwardShared<kDim, kAdvance>;
   auto& s = *reinterpret_cast<Shared*>(shared_bytes);
+  wait_for_stream();
   if (threadIdx.x == 0) {
     init_barriers<kErase, kDecay>(s);
     s.place = find_place(args, kDim);

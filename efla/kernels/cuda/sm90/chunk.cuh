@@ -39,6 +39,7 @@ struct Place {
   int64_t part;      // slot of the part
   int64_t row, begin;
   int64_t tokens;
+  int from;          // the number of its first chunk; not 0 where a block walks several places
   bool first, last;  // of its sequence
   int slot;          // of its first chunk, in the backward's workspaces
   int hv, hk, column0;
@@ -49,6 +50,7 @@ __device__ inline Place find_place(const ScanArgs& args, int tile_columns) {
   const int tiles = static_cast<int>(a.columns) / tile_columns;
   const int64_t item = blockIdx.x / tiles / a.value_heads;
   Place p;
+  p.from = 0;
   p.hv = static_cast<int>(blockIdx.x / tiles % a.value_heads);
   p.hk = p.hv / (a.value_heads / a.heads);
   p.column0 = static_cast<int>(blockIdx.x % tiles) * tile_columns;
@@ -98,7 +100,7 @@ __device__ inline Place find_place(const ScanArgs& args, int tile_columns) {
   return p;
 }
 
-// Chunks of a place; 0 where there is none.
+// Chunks of a place, those before p.from included; 0 where there is none.
 __device__ __forceinline__ int chunks_of(const Place& p) {
   return p.sequence < 0 ? 0 : static_cast<int>((p.tokens + kC - 1) / kC);
 }

@@ -61,6 +61,22 @@ __device__ __forceinline__ void fence_barrier_init() {
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// The first thing that a kernel of launch() does: waits for what the stream holds ahead, and lets
+// the launch behind this one begin to do the same.
+__device__ __forceinline__ void wait_for_stream() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// What this thread has written, or knows of by barriers, before `flag`; and what was before a value
+// that is read from one, for all of the device.
+__device__ __forceinline__ void store_release(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
 // Barrier `id` (1-15) among `threads` threads of the block.
 __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -43,9 +43,8 @@ ScanPlan plan_scan(const Problem& problem) {
   const bool narrow = s.key_dim <= 64 || s.value_dim <= 64;
   plan.value_tile = narrow || tiles < kFullTiles ? 64 : 128;
   if (tiles >= kFewTiles || tiles == 0) return plan;
-  const int64_t processors = std::max(1, attribute(cudaDevAttrMultiProcessorCount));
   const int64_t longest = problem.cu_seqlens ? s.tokens : s.tokens * s.batch;
-  const int64_t wanted = std::max<int64_t>(1, processors / s.value_heads);  // parts in all
+  const int64_t wanted = std::max<int64_t>(1, processors() / s.value_heads);  // parts in all
   const int64_t part = std::max(kShortestPart, (longest + wanted - 1) / wanted);
   if (part * 2 > s.tokens) return plan;
   plan.part_tokens = (part + kC - 1) / kC * kC;

@@ -20,12 +20,15 @@ namespace efla::cuda::sm90 {
 // A warpgroup with 64 rows of S^T.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
-                                     ScanShared<kK, kV, kWalk>& s, const Place& p, bool values) {
+                                     ScanShared<kK, kV, kWalk>& s, const Run& run) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kOutput = Shared::kOutput, kKeep = Shared::kKeep;
+  constexpr bool kAdvance = kWalk == Walk::kAdvance;
   constexpr bool kFolded = kFoldedFactors<T, kErase, kDecay, kWalk>,
                  kFoldedErase = kFolded && kErase;
   const ChunkArgs& a = args.common;
+  const Place& p = run.place;
+  const bool values = run.values;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -38,7 +41,13 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 
   float state[kK / 2] = {};
   uint32_t packed[kK / 16][4];
-  if (!values) {
+  // Of a part.
+  float* const result = (values ? args.part_results : args.transitions) +
+                        (p.part * a.value_heads + p.hv) * kK * a.columns;
+  if (kWalk == Walk::kAdvance && run.resumes) {
+    take_over(args);
+    load_state<kK>(state, result, kK, static_cast<int>(a.columns), column);
+  } else if (!values) {
     const int ahead = state_column(column) - lane % 4 * 2;  // of K's row 0: the identity
 #pragma unroll
     for (int n = 0; n < kK / 2; ++n) {
@@ -137,11 +146,10 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     start_from_values(v, 0);
   }
 #pragma unroll 1
-  for (int c = 0; c < chunks; ++c) {
-    // Tells nvcc that all agree, which it does not see behind elect_one().
-    if constexpr (kWalk != Walk::kAdvance) c = __shfl_sync(0xffffffffu, c, 0);
+  for (int c = p.from; c < chunks; ++c) {
+    c = agreed(c);  // which nvcc does not see behind elect_one()
     const auto ring = ring_of<Shared::kKeyStages>(c);
-    const auto triangles = ring_of<2>(c);
+    const auto triangles = ring_of<Shared::kTriangleStages>(c);
     const auto value_ring = ring_of<Shared::kValueStages>(c);
     const auto query_ring = ring_of<Shared::kQueryStages>(c);
     const int i = ring.index, vi = value_ring.index, qi = query_ring.index, j = triangles.index;
@@ -195,10 +203,13 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       multiply_state<T, kK>(o, packed, s.q[qi]);
       if (c > 0) end_output();
     }
+    float2 columns[8];  // read ahead of the wait where there are registers
+    if constexpr (kAdvance) read_columns(columns, scalars.erase);
     wait_products<0>();
     pin(r);
     if constexpr (kOutput && !kFoldedErase) write_values();
-    scale_columns(r, scalars.erase);
+    if constexpr (!kAdvance) read_columns(columns, scalars.erase);
+    scale_columns(r, columns);
     uint32_t u[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -234,16 +245,18 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 #pragma unroll
       for (int n = 0; n < kK / 2; ++n) state[n] *= gate;
     }
+    if constexpr (kAdvance) read_columns(columns, scalars.key_out);
     if constexpr (kErase) {
       wait_products<0>();
       pin(r);
     }
+    if constexpr (!kAdvance && !kFoldedErase) read_columns(columns, scalars.key_out);
     uint32_t key_u[4][4];
     if (kFoldedErase && wide) scale_columns(r, scalars.key_out);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       float2 out{1.f, 1.f};
-      if constexpr (!kFoldedErase) out = scalar_pair(scalars.key_out, n);
+      if constexpr (!kFoldedErase) out = columns[n];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float x = r[4 * n + 2 * h], y = r[4 * n + 2 * h + 1];
@@ -254,9 +267,9 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     pin(state);
     if constexpr (kOutput) s.scores_ready[j].wait(triangles.round);
     fence_products();
-    const uint64_t columns = describe_columns(s.k[i], kC * 128);
+    const uint64_t keys = describe_columns(s.k[i], kC * 128);
 #pragma unroll
-    for (int n = 0; n < 4; ++n) product_columns<T>(state, key_u[n], columns + 128 * n, true);
+    for (int n = 0; n < 4; ++n) product_columns<T>(state, key_u[n], keys + 128 * n, true);
     commit_products();
     if constexpr (kOutput) {
       const uint64_t b = describe_columns(s.scores[j], kC * 128);
@@ -325,18 +338,24 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   } else if constexpr (kKeep) {
     if (elect_one(thread)) wait_stores<0>();
   } else {
-    float* to = (values ? args.part_results : args.transitions) +
-                (p.part * a.value_heads + p.hv) * kK * a.columns;
-    store_state<kK>(state, to, kK, static_cast<int>(a.columns), column);
+    store_state<kK>(state, result, kK, static_cast<int>(a.columns), column);
+    if (run.breaks_off) hand_over(args);
   }
 }
 
-// Nobody asks for the state behind the last part; that behind the first needs no transition.
-template <Walk kWalk>
-__device__ __forceinline__ Place find_walk(const ScanArgs& args, int tile_columns, bool values) {
-  Place p = find_place(args, tile_columns);
-  if (kWalk == Walk::kAdvance && (p.last || (p.first && !values))) p.sequence = -1;
-  return p;
+// Calls take(run) for what the block walks.
+template <int kK, int kV, Walk kWalk, typename Take>
+__device__ __forceinline__ void each_run(const ScanArgs& args, const ScanShared<kK, kV, kWalk>& s,
+                                         Take take) {
+  if constexpr (kWalk == Walk::kAdvance) {
+#pragma unroll 1
+    for (int i = 0; i < s.run_count; ++i) {
+      const Run run = s.runs[i];
+      take(run);
+    }
+  } else {
+    take(Run{find_place(args, kV)});
+  }
 }
 
 template <int kV>
@@ -349,30 +368,42 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   auto& s = *reinterpret_cast<ScanShared<kK, kV, kWalk>*>(shared_bytes);
   constexpr int kGroups = kV / 64;
   constexpr bool kWide = kGroups == 2;
-  // Registers of the warpgroup that prepares; wide, it shares 128 with the one that inverts.
+  constexpr bool kAdvance = kWalk == Walk::kAdvance;
+  // Registers of a thread. Beside two warpgroups that walk, the other two share what these leave:
+  // the one that prepares needs more where nobody inverts, and where decay makes scalars longer.
+  constexpr bool kLong = kDecay && !(kErase && kFoldedFactors<T, kErase, kDecay, kWalk>);
   constexpr int kPlain = !kErase ? 96 : kWalk == Walk::kKeep ? 72 : 64;
-  constexpr int kMore = kDecay && !(kErase && kFoldedFactors<T, kErase, kDecay, kWalk>) ? 8 : 0;
-  constexpr int kPrepare = !kWide ? 152 : kPlain + kMore;
+  constexpr int kWalker = !kWide ? 232 : kAdvance ? 200 : 192;
+  constexpr int kPrepare = !kWide ? 152 : kAdvance ? 56 : kPlain + 8 * kLong;
+  constexpr int kInvert = !kWide ? 96 : 512 - 2 * kWalker - kPrepare;
+  wait_for_stream();
+  if constexpr (kAdvance) {
+    if (threadIdx.x / 32 == 1) {
+      const int count = list_runs<kV>(args, s.runs);
+      if (threadIdx.x % 32 == 0) s.run_count = count;
+    }
+  }
   init_barriers<kInverterScores<kErase, kDecay, kWalk>>(s, args.prepared);
-  const bool values = kWalk != Walk::kAdvance || blockIdx.y == 0;
   const int group = threadIdx.x / kWarpgroup;
   // Each role finds the place for itself: kept across the roles' register limits it would spill.
   if (group < kGroups) {
-    take_registers<kWide ? 192 : 232>();
-    const Place p = find_walk<kWalk>(args, kV, values);
-    walk<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
+    take_registers<kWalker>();
+    each_run(args, s,
+             [&](const Run& run) { walk<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, run); });
   } else if (group == kGroups) {
     give_registers<kPrepare>();
-    const Place p = find_walk<kWalk>(args, kV, values);
-    if (kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared)) {
-      load_prepared<kErase>(args.common, s, p, values);
-    } else if constexpr (kWalk != Walk::kAdvance) {
-      prepare<T, kK, kV, kErase, kDecay>(args.common, s, p);
-    }
+    each_run(args, s, [&](const Run& run) {
+      if (kAdvance || (kWalk == Walk::kKeep && args.prepared)) {
+        load_prepared<kErase>(args.common, s, run.place);
+      } else if constexpr (!kAdvance) {
+        prepare<T, kK, kV, kErase, kDecay>(args.common, s, run.place);
+      }
+    });
   } else {
-    give_registers<kWide ? 128 - kPrepare : 96>();
-    const Place p = find_walk<kWalk>(args, kV, values);
-    feed_and_invert<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, p, values);
+    give_registers<kInvert>();
+    each_run(args, s, [&](const Run& run) {
+      feed_and_invert<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, run);
+    });
   }
 }
 

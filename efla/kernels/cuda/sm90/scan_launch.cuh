@@ -4,49 +4,75 @@
 #include "efla/kernels/cuda/sm90/join.cuh"
 #include "efla/kernels/cuda/sm90/scan.cuh"
 #include "efla/kernels/cuda/sm90/scan.h"
+#include "efla/kernels/cuda/sm90/tensor_map.h"
 
 namespace efla::cuda::sm90 {
+
+// Launches a kernel so that it may begin before the work ahead of it in the stream has ended
+// (programmatic dependent launch): wait_for_stream() comes first in it.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
+                   cudaStream_t stream, const Arguments&... arguments) {
+  if (auto e =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)) {
+    return e;
+  }
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  if (cudaLaunchKernelEx(&config, kernel, arguments...) != cudaSuccess) return cudaGetLastError();
+  return cudaSuccess;
+}
+
+// Blocks of Walk::kAdvance: as many as processors, if shares are then not too long to be listed.
+inline int64_t advance_blocks(const ChunkArgs& a, int64_t places, int tile_columns) {
+  const int64_t jobs = 2 * places * a.value_heads * (a.columns / tile_columns);  // at most
+  const int64_t fewest = (jobs + kMostRuns - 3) / (kMostRuns - 2);
+  return std::min(jobs, std::max({int64_t{2}, processors(), fewest}));
+}
 
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 cudaError_t launch_walk(const ScanMaps& maps, const ScanArgs& args, int64_t places,
                         cudaStream_t stream) {
   constexpr int kBytes = sizeof(ScanShared<kK, kV, kWalk>);
   static_assert(kBytes <= 227 * 1024);
-  const int64_t blocks = places * args.common.value_heads * (args.common.columns / kV);
+  int64_t blocks = places * args.common.value_heads * (args.common.columns / kV);
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  auto* kernel = scan_kernel<T, kK, kV, kErase, kDecay, kWalk>;
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
-    return e;
-  }
-  const dim3 grid(static_cast<unsigned>(blocks), kWalk == Walk::kAdvance ? 2 : 1);
-  kernel<<<grid, kScanThreads<kV>, kBytes, stream>>>(maps, args);
-  return cudaGetLastError();
+  if (kWalk == Walk::kAdvance) blocks = advance_blocks(args.common, places, kV);
+  return launch(scan_kernel<T, kK, kV, kErase, kDecay, kWalk>, static_cast<unsigned>(blocks),
+                kScanThreads<kV>, kBytes, stream, maps, args);
 }
 
-// Tokens that a block of prepare_kernel takes.
-inline constexpr int64_t kPrepareTokens = 1024;
-
-// Prepares every chunk for the walks that follow.
-template <typename T, int kK, bool kErase, bool kDecay>
-cudaError_t launch_prepare(const ScanMaps& maps, ScanArgs& args, cudaStream_t stream) {
+// Prepares every chunk for the walks that follow, and the flags of `advance` blocks.
+template <typename T, int kK, bool kErase, bool kDecay, bool kScores>
+cudaError_t launch_prepare(const ScanMaps& maps, const ScanArgs& args, int64_t advance,
+                           cudaStream_t stream) {
   const ChunkArgs& a = args.common;
-  constexpr int kBytes = sizeof(PrepareShared<kK>);
-  static_assert(2 * (kBytes + 1024) <= 228 * 1024);
+  constexpr int kBytes = sizeof(PrepareShared<kK, kScores>);
+  static_assert(kPrepareBlocks<kScores> * (kBytes + 1024) <= 228 * 1024);
+  const bool packed = a.cu_seqlens != nullptr;
   ScanArgs runs = args;
-  runs.part_tokens = kPrepareTokens;
+  // As many tokens a block as make all multiprocessors full once.
+  const int64_t room = kPrepareBlocks<kScores> * processors() / a.value_heads;
+  const int64_t tokens = a.tokens * (packed ? 1 : a.sequences) / std::max<int64_t>(1, room);
+  runs.part_tokens = std::max<int64_t>(4, tokens / kC + 1) * kC;
   const int64_t blocks =
-      chunk_slots(a.sequences, a.tokens, a.cu_seqlens != nullptr, kPrepareTokens) * a.value_heads;
-  args.prepared = true;
+      chunk_slots(a.sequences, a.tokens, packed, runs.part_tokens) * a.value_heads;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  auto* kernel = prepare_kernel<T, kK, kErase, kDecay>;
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
-    return e;
-  }
-  kernel<<<static_cast<unsigned>(blocks), kPrepareThreads, kBytes, stream>>>(maps, runs,
-                                                                             args.part_tokens);
-  return cudaGetLastError();
+  const int64_t flags = advance * kHandOverWarps;
+  if (flags > a.value_heads * a.columns * a.columns) return cudaErrorInvalidValue;
+  return launch(prepare_kernel<T, kK, kErase, kDecay, kScores>, static_cast<unsigned>(blocks),
+                kPrepareThreads, kBytes, stream, maps, runs, args.part_tokens,
+                static_cast<int>(flags));
 }
 
 // Calls run(erase, decay) with what the walks have as template arguments.
@@ -72,21 +98,20 @@ inline float* set_parts(ScanArgs& args, const ScanPlan& plan, void* parts) {
 template <int kK, bool kReverse>
 cudaError_t launch_join(const ScanArgs& args, float* states, cudaStream_t stream) {
   const ChunkArgs& a = args.common;
-  constexpr int kBytes = sizeof(JoinShared<kK>);
-  auto* kernel = join_kernel<kK, kReverse>;
-  if (auto e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)) {
-    return e;
-  }
+  constexpr int kBytes = sizeof(JoinShared<kK, kReverse>);
   const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), kK / kJoinColumns);
-  kernel<<<grid, kJoinThreads<kK>, kBytes, stream>>>(args, states);
-  return cudaGetLastError();
+  return launch(join_kernel<kK, kReverse>, grid, kJoinThreads<kK>, kBytes, stream, args, states);
 }
 
 // Prepares the chunks, then the state before each part, to `states`.
 template <typename T, int kK, int kV, bool kErase, bool kDecay>
 cudaError_t launch_part_states(const ScanMaps& maps, ScanArgs& args, const ScanPlan& plan,
                                float* states, cudaStream_t stream) {
-  if (auto e = launch_prepare<T, kK, kErase, kDecay>(maps, args, stream)) return e;
+  const int64_t blocks = advance_blocks(args.common, plan.part_slots, kV);
+  auto* prepare = args.common.scores ? launch_prepare<T, kK, kErase, kDecay, true>
+                                     : launch_prepare<T, kK, kErase, kDecay, false>;
+  if (auto e = prepare(maps, args, blocks, stream)) return e;
+  args.prepared = true;
   if (auto e = launch_walk<T, kK, kV, kErase, kDecay, Walk::kAdvance>(maps, args, plan.part_slots,
                                                                       stream)) {
     return e;

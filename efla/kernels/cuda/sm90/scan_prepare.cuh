@@ -3,7 +3,7 @@
 // before; and the kernel that prepares them.
 #pragma once
 
-#include "efla/kernels/cuda/sm90/scan_shared.cuh"
+#include "efla/kernels/cuda/sm90/advance_share.cuh"
 
 namespace efla::cuda::sm90 {
 
@@ -161,12 +161,12 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
 // does; then it makes P_hat (kInverterScores).
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const ScanArgs& args,
-                                                ScanShared<kK, kV, kWalk>& s, const Place& p,
-                                                bool values) {
+                                                ScanShared<kK, kV, kWalk>& s, const Run& run) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kScores = kInverterScores<kErase, kDecay, kWalk>;
   constexpr bool kFolded = kFoldedFactors<T, kErase, kDecay, kWalk>;
   const ChunkArgs& a = args.common;
+  const Place& p = run.place;
   int thread = threadIdx.x % kWarpgroup;
   const int chunks = chunks_of(p);
   const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
@@ -176,9 +176,10 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
   // All chunks, or as many as there are buffers.
   const auto count = [&](int buffers) { return inverts ? min(buffers, chunks) : chunks; };
 #pragma unroll 1
-  for (int c = 0; warp == 0 && c < count(Shared::kKeyStages); ++c) feeder.keys(c);
+  for (int c = p.from; warp == 0 && c < count(Shared::kKeyStages); ++c) feeder.keys(c);
 #pragma unroll 1
-  for (int c = 0; warp == 1 && values && c < count(Shared::kValueStages); ++c) feeder.values(c);
+  for (int c = p.from; warp == 1 && run.values && c < count(Shared::kValueStages); ++c)
+    feeder.values(c);
 #pragma unroll 1
   for (int c = 0; warp == 2 && !prepared && c < count(Shared::kQueryStages); ++c) {
     feeder.queries(c);
@@ -197,7 +198,7 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
       if (warp == 0 && c > 1 && key < chunks) feeder.keys(key);
       if (warp == 2 && c > 1 && query < chunks) feeder.queries(query);
       if (warp == 1 && value >= Shared::kValueStages && value < chunks) feeder.values(value);
-      c = __shfl_sync(0xffffffffu, c, 0);  // tells nvcc that all agree
+      c = agreed(c);
       hide_index<kWarpgroup>(thread);
       const auto query_ring = ring_of<Shared::kQueryStages>(c);
       const auto triangles = ring_of<2>(c);
@@ -239,28 +240,31 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
 // In its place where the chunks have been prepared: brings in what a walk without output needs.
 template <bool kErase, int kK, int kV, Walk kWalk>
 __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK, kV, kWalk>& s,
-                                              const Place& p, bool values) {
+                                              const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr int kTile = Shared::kTile;
   constexpr int kBytes = kErase * kTile + static_cast<int>(sizeof(ChunkScalars));
   const int thread = threadIdx.x % kWarpgroup, chunks = chunks_of(p);
-  const auto wait = [&](int c) { s.triangles_free[c % 2].wait((c / 2 & 1) ^ 1); };
+  const auto wait = [&](int c) {
+    const auto [j, round] = ring_of<Shared::kTriangleStages>(c);
+    s.triangles_free[j].wait(round ^ 1);
+  };
   const auto load = [&](int c) {
     const int64_t place = workspace_place(a, p, c);
-    Barrier& full = s.ready[c % 2];
+    const int j = c % Shared::kTriangleStages;
+    Barrier& full = s.ready[j];
     full.arrive_expecting(kBytes);
     if (kErase) {
-      load_bytes(s.inverse[c % 2], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile,
-                 full);
+      load_bytes(s.inverse[j], static_cast<unsigned char*>(a.inverse) + place * kTile, kTile, full);
     }
     load_bytes(&s.scalars[c % Shared::kKeyStages], a.scalars + place * kScalarRows * kC,
                sizeof(ChunkScalars), full);
   };
   const int whole = chunks > 0 ? static_cast<int>(p.tokens / kC) : 0;
   if (elect_one(thread)) {
-    for (int c = 0; c < whole; ++c) wait(c), load(c);
+    for (int c = p.from; c < whole; ++c) wait(c), load(c);
   }
-  if (whole == chunks) return;
+  if (kWalk == Walk::kAdvance || whole == chunks) return;  // the last part is not walked there
   // A part of a chunk comes last. Until one thread is there nobody else may look at a barrier,
   // whose parity could be that of another round.
   if (elect_one(thread)) wait(whole);
@@ -268,28 +272,27 @@ __device__ __forceinline__ void load_prepared(const ChunkArgs& a, ScanShared<kK,
   const int i = whole % Shared::kKeyStages, tokens = static_cast<int>(p.tokens % kC);
   s.keys_full[i].wait(whole / Shared::kKeyStages & 1);
   clear_rows<kK / 64>(s.k[i], tokens, thread);
-  if (values) {
-    const int n = whole % Shared::kValueStages;
-    s.values_full[n].wait(whole / Shared::kValueStages & 1);
-    clear_rows<Shared::kGroups>(s.v[n], tokens, thread);
-  }
+  clear_values(s, whole, tokens, thread);
   fence_async_proxy();
   sync_prepare();
   if (elect_one(thread)) load(whole);
 }
 
 inline constexpr int kPrepareThreads = kWarpgroup + 32;
+// Blocks of it that a multiprocessor takes at a time.
+template <bool kScores>
+inline constexpr int kPrepareBlocks = kScores ? 2 : 3;
 
 // All of it by one warpgroup, chunk after chunk, to the workspace.
-template <typename T, int kK, bool kErase, bool kDecay>
-__device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK>& s,
+template <typename T, int kK, bool kErase, bool kDecay, bool kScores>
+__device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK, kScores>& s,
                                             const Place& p) {
   int thread = threadIdx.x % kWarpgroup;
   const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
   zero_tiles(s.scratch.inverse, thread);
   zero_tiles(s.inverse, thread);
-  zero_tiles(s.scores, thread);
-  Ring<PrepareShared<kK>::kKeyStages> ring;
+  if (kScores) zero_tiles(s.scores, thread);
+  Ring<PrepareShared<kK, kScores>::kKeyStages> ring;
   OwedDecay owed;
   int left = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
   int chunk = 0;
@@ -300,10 +303,10 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
   const auto start = [&](int tokens) {
     unsigned char* k = s.k[ring.index][0];
     s.keys_full[ring.index].wait(ring.round);
-    if (a.scores) s.queries_full[ring.index].wait(ring.round);
+    if (kScores) s.queries_full[ring.index].wait(ring.round);
     if (tokens < kC) {
       clear_rows<kK / 64>(s.k[ring.index], tokens, thread);
-      clear_rows<kK / 64>(s.q[ring.index], tokens, thread);
+      if (kScores) clear_rows<kK / 64>(s.q[ring.index], tokens, thread);
       fence_async_proxy();
       sync_prepare();
     }
@@ -323,13 +326,13 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
     const int tokens = min(kC, left);
     left -= kC;
     if (elect_one(thread)) wait_stores_read<0>();  // all know behind make_scalars' barrier
-    unsigned char *k = s.k[i][0], *q = s.q[i][0];
+    unsigned char *k = s.k[i][0], *q = s.q[kScores ? i : 0][0];
     RowScalars rows{};
     for (bool again = false;; again = true) {
       pin(kk);  // or nvcc serialises the products (C7511)
       if (make_scalars<T, kK, kDecay, true, false>(
               rows, a, s.scratch, kk, k, q, s.scalars, s.scalars.query, j, tokens,
-              a.qk_l2norm && a.scores, again, warp, thread, owed)) {
+              kScores && a.qk_l2norm, again, warp, thread, owed)) {
         break;
       }
       sync_prepare();
@@ -337,11 +340,11 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
       wait_products<0>();
     }
     source.read(a, s.scratch, j ^ 1, left, thread);
-    if (a.scores) keep_squares(a, workspace_place(a, p, chunk), rows, thread);
+    if (kScores) keep_squares(a, workspace_place(a, p, chunk), rows, thread);
     if constexpr (kErase) {
       store_lower<kDecay>(s.scratch.lower[0], s.scratch.factors[j], rows, kk, warp, thread);
     }
-    if (a.scores) {
+    if constexpr (kScores) {
       float kq[32];
       multiply_keys<T, kK>(kq, k, q);
       wait_products<0>();
@@ -349,7 +352,7 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
       store_scores<T, kDecay, kC>(s.scratch.factors[j], s.scalars.key_out, kq, s.scores, 0, thread);
     }
     arrive_warp(s.keys_free[i]);
-    if (a.scores) arrive_warp(s.queries_free[i]);
+    if (kScores) arrive_warp(s.queries_free[i]);
     ring.advance();
     wait_copies<0>();  // the next chunk's tokens are there behind the barrier
     sync_prepare();
@@ -365,12 +368,12 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
     fence_async_proxy();
     sync_prepare();
     if (elect_one(thread)) {
-      constexpr int kTile = PrepareShared<kK>::kTile;
+      constexpr int kTile = PrepareShared<kK, kScores>::kTile;
       const int64_t place = workspace_place(a, p, chunk);
       if (kErase) {
         store_bytes(static_cast<unsigned char*>(a.inverse) + place * kTile, s.inverse, kTile);
       }
-      if (a.scores) {
+      if (kScores) {
         store_bytes(static_cast<unsigned char*>(a.scores) + place * kTile, s.scores, kTile);
       }
       store_bytes(a.scalars + place * kScalarRows * kC, &s.scalars, sizeof(ChunkScalars));
@@ -386,12 +389,13 @@ __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK
 // Prepares chunks for walks that follow: what they need twice or more is then made once, and not in
 // turn with the states. args.part_tokens are those of a block, `part_tokens` those of the walks'
 // parts, the last of which without scores (that is, for the forward) needs nothing.
-template <typename T, int kK, bool kErase, bool kDecay>
-__global__ void __launch_bounds__(kPrepareThreads, 2)
+template <typename T, int kK, bool kErase, bool kDecay, bool kScores>
+__global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocks<kScores>)
     prepare_kernel(const __grid_constant__ ScanMaps maps, const __grid_constant__ ScanArgs args,
-                   const int64_t part_tokens) {
+                   const int64_t part_tokens, const int hand_over_count) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
-  auto& s = *reinterpret_cast<PrepareShared<kK>*>(shared_bytes);
+  auto& s = *reinterpret_cast<PrepareShared<kK, kScores>*>(shared_bytes);
+  wait_for_stream();
   if (threadIdx.x == 0) {
     for (int i = 0; i < s.kKeyStages; ++i) {
       s.keys_full[i].init(1), s.keys_free[i].init(4);
@@ -401,19 +405,24 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   }
   __syncthreads();
   const ChunkArgs& a = args.common;
-  const Place p = find_place(args, static_cast<int>(a.columns));
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < hand_over_count; i += kPrepareThreads) {
+      reinterpret_cast<uint32_t*>(args.transitions)[i] = 0;
+    }
+  }
+  Place p = find_place(args, static_cast<int>(a.columns));
   if (p.sequence < 0) return;
-  const int64_t first = a.cu_seqlens ? a.cu_seqlens[p.sequence] : 0;
-  const int64_t tokens = a.cu_seqlens ? a.cu_seqlens[p.sequence + 1] - first : a.tokens;
-  if (!a.scores && p.begin - first >= (tokens - 1) / part_tokens * part_tokens) return;
+  if constexpr (!kScores) {
+    const int64_t first = a.cu_seqlens ? a.cu_seqlens[p.sequence] : 0;
+    const int64_t tokens = a.cu_seqlens ? a.cu_seqlens[p.sequence + 1] - first : a.tokens;
+    p.tokens = min(p.tokens, first + (tokens - 1) / part_tokens * part_tokens - p.begin);
+    if (p.tokens <= 0) return;
+  }
   if (threadIdx.x < kWarpgroup) {
     prepare_all<T, kK, kErase, kDecay>(args.common, s, p);
   } else {
-    const Feeder<PrepareShared<kK>> feeder{maps, s, p};
-    for (int c = 0; c < chunks_of(p); ++c) {
-      feeder.keys(c);
-      if (a.scores) feeder.queries(c);
-    }
+    const Feeder<PrepareShared<kK, kScores>> feeder{maps, s, p};
+    for (int c = 0; c < chunks_of(p); ++c) feeder.keys(c), feeder.queries(c);
   }
 }
 

@@ -8,9 +8,18 @@ namespace efla::cuda::sm90 {
 // What a walk is for.
 enum class Walk {
   kOutput,   // o and the final state
-  kAdvance,  // the state after each part, and (blockIdx.y = 1) the part's transition
+  kAdvance,  // the state after each part, and the part's transition (advance_share.cuh)
   kKeep,  // for the backward: the state before each chunk, U, and what the chunk's triangles hold
 };
+
+// What a block walks, for kAdvance one after another.
+struct Run {
+  Place place;
+  bool values = true;  // else it makes a transition; the same for all of a block
+  bool resumes = false, breaks_off = false;  // begins, ends within a part
+};
+
+inline constexpr int kMostRuns = 32;  // of a block
 
 template <int kK, int kV, Walk kWalk>
 struct ScanShared {
@@ -19,8 +28,8 @@ struct ScanShared {
   static constexpr bool kOutput = kWalk == Walk::kOutput, kKeep = kWalk == Walk::kKeep;
   static constexpr bool kScores = kOutput || kKeep;
   // Buffers. Chunks are prepared from k up to three ahead; q is wanted later, and done with sooner.
-  static constexpr int kKeyStages = kOutput ? 4 : 3, kQueryStages = 3;
-  static constexpr int kValueStages = kScores ? 2 : 3;
+  static constexpr int kKeyStages = kKeep ? 3 : 4, kQueryStages = 3;
+  static constexpr int kValueStages = kScores ? 2 : 3, kTriangleStages = kScores ? 2 : 4;
   static constexpr int kQueryRows = 8;  // o takes its factors a chunk later
 
   unsigned char k[kKeyStages][kK / 64][kTile];
@@ -28,7 +37,7 @@ struct ScanShared {
   unsigned char v[kValueStages][kGroups][kTile];  // later U
   unsigned char o[kOutput ? kGroups : 1][kOutput ? kTile : 1024];
   unsigned char kept[kKeep ? kGroups : 1][kKeep ? kK / 64 : 1][kKeep ? kTile : 1024];  // S^T
-  unsigned char inverse[2][kTile];
+  unsigned char inverse[kTriangleStages][kTile];
   unsigned char scores[kScores ? 2 : 1][kScores ? kTile : 1024];
   PrepareScratch<2> scratch;
   ChunkScalars scalars[kKeyStages];
@@ -39,23 +48,31 @@ struct ScanShared {
   Barrier output_full[kGroups], output_free[kGroups];              // o
   // L_hat and the scalars, of as many chunks as k, for the walk looks at it late; L_hat.
   Barrier lower_full[kKeyStages], lower_free[2];
-  Barrier ready[2], scores_ready[2], triangles_free[2];  // inverse and scalars, scores
+  Barrier ready[kTriangleStages], triangles_free[kTriangleStages];  // inverse and scalars
+  Barrier scores_ready[2];
+  Run runs[kScores ? 1 : kMostRuns];
+  int run_count;
 };
 
 // Of prepare_kernel, in which one warpgroup prepares and inverts chunks for several walks.
-template <int kK>
+template <int kK, bool kWithScores>
 struct PrepareShared {
   static constexpr int kTile = kC * 128;
   static constexpr int kKeyStages = 2, kQueryStages = 2;
-  static constexpr bool kScores = true;
+  static constexpr bool kScores = kWithScores;
 
-  unsigned char k[kKeyStages][kK / 64][kTile], q[kQueryStages][kK / 64][kTile];
-  unsigned char inverse[kTile], scores[kTile];
+  unsigned char k[kKeyStages][kK / 64][kTile];
+  unsigned char q[kScores ? kQueryStages : 1][kScores ? kK / 64 : 1][kScores ? kTile : 1024];
+  unsigned char inverse[kTile], scores[kScores ? kTile : 1024];
   PrepareScratch<1> scratch;
   ChunkScalars scalars;
   Barrier keys_full[kKeyStages], keys_free[kKeyStages];
   Barrier queries_full[kQueryStages], queries_free[kQueryStages];
 };
+
+// Tells nvcc that a warp's threads have the same x: a branch on it then leaves uniform registers in
+// use.
+__device__ __forceinline__ int agreed(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Lane 0 of a warp arrives for all its lanes.
 __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
@@ -128,12 +145,11 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
       s.values_free[i].init(Shared::kKeep ? Shared::kGroups : walkers);
     }
     for (int i = 0; i < Shared::kGroups; ++i) s.output_full[i].init(4), s.output_free[i].init(1);
-    for (int i = 0; i < 2; ++i) {
-      s.lower_free[i].init(kWarpgroup);
+    for (int i = 0; i < Shared::kTriangleStages; ++i) {
       s.ready[i].init(prepared ? 1 : kWarpgroup);
-      s.scores_ready[i].init(4);
       s.triangles_free[i].init(walkers);
     }
+    for (int i = 0; i < 2; ++i) s.lower_free[i].init(kWarpgroup), s.scores_ready[i].init(4);
     fence_barrier_init();
   }
   __syncthreads();

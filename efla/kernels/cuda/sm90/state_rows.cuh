@@ -11,14 +11,19 @@ __device__ __forceinline__ float2 scalar_pair(const float (&row)[kC], int j) {
   return *reinterpret_cast<const float2*>(&row[8 * j + threadIdx.x % 4 * 2]);
 }
 
-// The columns of an accumulator times what `row` has for their tokens.
+// What `row` has for the tokens of an accumulator's columns, and the columns times that.
+__device__ __forceinline__ void read_columns(float2 (&x)[8], const float (&row)[kC]) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) x[n] = scalar_pair(row, n);
+}
+__device__ __forceinline__ void scale_columns(float (&d)[32], const float2 (&x)[8]) {
+#pragma unroll
+  for (int n = 0; n < 16; ++n) d[2 * n] *= x[n / 2].x, d[2 * n + 1] *= x[n / 2].y;
+}
 __device__ __forceinline__ void scale_columns(float (&d)[32], const float (&row)[kC]) {
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    const float2 x = scalar_pair(row, n);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) d[4 * n + 2 * h] *= x.x, d[4 * n + 2 * h + 1] *= x.y;
-  }
+  float2 x[8];
+  read_columns(x, row);
+  scale_columns(d, x);
 }
 
 // The A operand of 16 inner elements from two neighbouring column groups of an accumulator.

@@ -5,6 +5,8 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "efla/kernels/cuda/sm90/chunk.cuh"
 
 namespace efla::cuda::sm90 {
@@ -14,6 +16,8 @@ inline int attribute(cudaDeviceAttr which) {
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
   return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
 }
+
+inline int64_t processors() { return std::max(1, attribute(cudaDevAttrMultiProcessorCount)); }
 
 // Whether the copy engine can read or write the tensor in place: 16-byte rows, positive strides.
 template <typename AnyView>
