@@ -71,6 +71,18 @@ class Ours:
         return step
 
 
+class Recompute(Ours):
+    """Half the workspace in the backward."""
+
+    def __init__(self, efla, rule):
+        super().__init__(efla, rule)
+        self.name += ", recompute"
+
+    def train(self, x):
+        options = {"rule": self.rule, "cu_seqlens": x.cu_seqlens, "recompute": True}
+        return self.efla.chunk(x.q, x.k, x.v, x.beta, **options)[0]
+
+
 class RoundedState(Ours):
     """Decoding on bfloat16 states: half the bytes."""
 

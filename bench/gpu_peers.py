@@ -33,7 +33,15 @@ import sys
 import time
 
 import torch
-from gpu_contestants import DecodeInputs, Inputs, Ours, RoundedState, find_peers, versions
+from gpu_contestants import (
+    DecodeInputs,
+    Inputs,
+    Ours,
+    Recompute,
+    RoundedState,
+    find_peers,
+    versions,
+)
 from gpu_timing import copy_bandwidth, first_call, measure, peak_memory
 
 DEVICE = "cuda"
@@ -312,7 +320,7 @@ class Bench:
 
     def memory(self):
         shape = (4, 8192, 32, 128)
-        for c in [self.ours[0], *self.peers]:
+        for c in [self.ours[0], Recompute(self.efla, "exact"), *self.peers]:
             if c.train is None or self.over_budget():
                 continue
             torch.cuda.empty_cache()
@@ -325,10 +333,11 @@ class Bench:
             try:
                 train_step(c, x)
                 peak = peak_memory(lambda c=c, x=x: train_step(c, x), before)
+                ms, fastest, method = measure({"": lambda _, c=c, x=x: train_step(c, x)}, 1)[""]
                 self.write(
                     table="memory", **dict(zip(("batch", "tokens", "heads", "dim"), shape)),
                     dtype="bfloat16", layout="dense", **{"pass": "forward+backward"},
-                    contestant=c.name, peak_mib=peak,
+                    contestant=c.name, peak_mib=peak, ms=ms, fastest_ms=fastest, method=method,
                 )  # fmt: skip
             except Exception as error:
                 print(f"{c.name}: memory: {type(error).__name__}: {error}", file=sys.stderr)

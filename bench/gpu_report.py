@@ -193,11 +193,11 @@ def other_tables(runs):
         out += ["Largest relative RMS error of the rows above against double precision:", "",
                 table_text(["operator", "pass", "error"],
                            [[*name, f"{e:.1e}"] for name, e in sorted(worst.items())]), ""]  # fmt: skip
-    peaks = [[r["contestant"], f"{r['peak_mib']:,.0f}"]
+    peaks = [[r["contestant"], f"{r['peak_mib']:,.0f}", f"{r['ms']:.3f}" if r["ms"] else ""]
              for run in runs for r in run["rows"] if r["table"] == "memory"]  # fmt: skip
     if peaks:
         out += ["Peak memory of forward + backward at 4 x 8192, 32 heads, inputs included:", "",
-                table_text(["operator", "MiB"], peaks), ""]  # fmt: skip
+                table_text(["operator", "MiB", "ms"], peaks), ""]  # fmt: skip
     first = [[r["pass"], f"{r['first_s']:.4f}"]
              for run in runs for r in run["rows"] if r["table"] == "first"]  # fmt: skip
     if first:

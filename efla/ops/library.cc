@@ -13,13 +13,15 @@ TORCH_LIBRARY(efla, m) {
   m.def(
       "chunk(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_decay=None, *, "
       "str rule=\"exact\", float? scale=None, Tensor? initial_state=None, "
-      "bool output_final_state=False, Tensor? cu_seqlens=None, bool qk_l2norm=False) "
+      "bool output_final_state=False, Tensor? cu_seqlens=None, bool qk_l2norm=False, "
+      "bool recompute=False) "
       "-> (Tensor o, Tensor final_state)",
       tags);
   m.def(
       "recurrent(Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? log_decay=None, *, "
       "str rule=\"exact\", float? scale=None, Tensor? initial_state=None, "
-      "bool output_final_state=False, Tensor? cu_seqlens=None, bool qk_l2norm=False) "
+      "bool output_final_state=False, Tensor? cu_seqlens=None, bool qk_l2norm=False, "
+      "bool recompute=False) "
       "-> (Tensor o, Tensor final_state)",
       tags);
   m.def(
@@ -44,7 +46,7 @@ TORCH_LIBRARY(efla, m) {
   m.def(
       "_delta_rule_backward(Tensor grad_o, Tensor? grad_final_state, Tensor q, Tensor k, "
       "Tensor v, Tensor beta, Tensor? log_decay, Tensor? initial_state, Tensor? cu_seqlens, "
-      "Tensor states, str rule, float? scale, bool qk_l2norm, bool[6] wanted) "
+      "Tensor states, str rule, float? scale, bool qk_l2norm, bool recompute, bool[6] wanted) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def(
@@ -80,14 +82,14 @@ using DeltaRuleSignature = std::tuple<Tensor, Tensor>(const Tensor&, const Tenso
                                                       const Tensor&, const OptionalTensor&,
                                                       c10::string_view, std::optional<double>,
                                                       const OptionalTensor&, bool,
-                                                      const OptionalTensor&, bool);
+                                                      const OptionalTensor&, bool, bool);
 
 std::tuple<Tensor, Tensor> call_delta_rule(const c10::TypedOperatorHandle<DeltaRuleSignature>& op,
                                            const Tensor& q, const Tensor& k, const Tensor& v,
                                            const Tensor& beta, const Options& options) {
   auto [o, final_state] =
       op.call(q, k, v, beta, options.log_decay, options.rule, options.scale, options.initial_state,
-              options.output_final_state, options.cu_seqlens, options.qk_l2norm);
+              options.output_final_state, options.cu_seqlens, options.qk_l2norm, options.recompute);
   return {std::move(o), or_undefined(final_state, options.output_final_state)};
 }
 

@@ -32,6 +32,7 @@ def chunk(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     qk_l2norm: bool = False,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The delta-rule family over whole sequences, chunkwise parallel; differentiable once.
 
@@ -56,6 +57,9 @@ def chunk(
             its values are checked at once (beside CUDA tensors too: it is copied); on a GPU by a
             kernel, see :func:`check_errors`.
         qk_l2norm: divides q and k by their norms, ``x * rsqrt(sum(x * x) + 1e-6)``.
+        recompute: forward keeps no states, and backward goes over one half of the tokens after the
+            other (packed: of the heads), with half the workspace. That takes the forward of the
+            first half once more; on the CPU, which keeps states otherwise, of both.
 
     Returns:
         o ``[B, T, HV, V]`` in q's dtype, and the final state ``[N, HV, K, V]`` or None.
@@ -76,6 +80,7 @@ def chunk(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         qk_l2norm=qk_l2norm,
+        recompute=recompute,
     )
     return o, final_state if output_final_state else None
 
@@ -93,6 +98,7 @@ def recurrent(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     qk_l2norm: bool = False,
+    recompute: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The same function as :func:`chunk`, computed token by token (better for few tokens)."""
     o, final_state = _recurrent(
@@ -107,6 +113,7 @@ def recurrent(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         qk_l2norm=qk_l2norm,
+        recompute=recompute,
     )
     return o, final_state if output_final_state else None
 

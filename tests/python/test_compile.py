@@ -34,6 +34,7 @@ def delta_rule_samples():
                 cu_seqlens=torch.tensor([0, 5, 5, 11]) if packed else None,
                 qk_l2norm=packed,
                 rule="exact" if packed else "euler",
+                recompute=packed != decay,
             )
             yield tuple(case.values()), options
 
@@ -62,9 +63,12 @@ def test_opcheck_of_the_internal_pair(dtype):
     opcheck(E._delta_rule_forward.default, forward)
     o, final, states = E._delta_rule_forward(*forward)
     assert states.shape == (3, 2, 8, 6)
-    backward = (o, final, *forward[:7], states, "exact", None, True, [True] * 6)
+    backward = (o, final, *forward[:7], states, "exact", None, True, False, [True] * 6)
     opcheck(E._delta_rule_backward.default, backward)
-    without = (o, None, *forward[:7], states, "exact", None, True, [False, True] * 3)
+    without = (o, None, *forward[:7], states, "exact", None, True, False, [False, True] * 3)
+    opcheck(E._delta_rule_backward.default, without)
+    no_states = torch.empty(0)
+    without = (o, None, *forward[:7], no_states, "exact", None, True, True, [True] * 6)
     opcheck(E._delta_rule_backward.default, without)
 
 
