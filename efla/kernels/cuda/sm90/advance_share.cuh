@@ -4,12 +4,13 @@
 // since whole jobs would leave most processors idle in their last turn. Of a job that lies across
 // two shares the lower block walks the first chunks, before all else, and leaves the state where
 // the job's result belongs; the upper block goes on from there, after all else. A share is no
-// shorter than a job, so that the lower block is done with its chunks before the upper one's turn
-// (McNaughton's rule, 1959). Who waits, waits for a block with a lower number, which starts no
-// later, for what that block does first, which waits for nobody. Both lines have the same parts at
-// the same places, so that N and M of a part are walked at the same time and share loads in the
-// second cache.
+// shorter than a job, so that both are done within the time of a share (McNaughton's rule, 1959).
+// Who waits, waits for a block with a lower number, which starts no later, for what that block does
+// first, which waits for nobody. Both lines have the same parts at the same places, so that N and M
+// of a part are walked at nearly the same time and share loads in the second cache.
 #pragma once
+
+#include <algorithm>
 
 #include "efla/kernels/cuda/sm90/scan_shared.cuh"
 
@@ -30,6 +31,47 @@ __device__ __forceinline__ void hand_over(const ScanArgs& args) {
 __device__ __forceinline__ void take_over(const ScanArgs& args) {
   while (agreed(load_acquire(hand_overs(args, blockIdx.x - 1))) == 0) {
   }
+}
+
+// Blocks for so many jobs or fewer: as many as processors, if no share is then too long to be
+// listed. (It has at most twice the chunks that a block has on average.)
+inline int64_t advance_blocks(int64_t jobs, int64_t processors) {
+  constexpr int64_t kAverage = kMostRuns / 2 - 1;
+  return std::min(jobs, std::max({int64_t{2}, processors, (jobs + kAverage - 1) / kAverage}));
+}
+
+// A block's share of the line of N (`values`) or of M: chunks from `begin` to `end`.
+struct LineShare {
+  bool values;
+  int begin, end;
+};
+
+// Of `blocks` blocks, when the lines have as many chunks and a job has `length`.
+__host__ __device__ inline LineShare share_line(int chunks_n, int chunks_m, int length, int blocks,
+                                                int block) {
+  const auto count = [](int chunks, int share) { return (chunks + share - 1) / share; };
+  int share = count(chunks_n + chunks_m, blocks);
+  if (share < length) share = length;
+  while (count(chunks_n, share) + count(chunks_m, share) > blocks) ++share;
+  const int ahead = count(chunks_n, share);  // blocks of N
+  const bool values = block < ahead;
+  const int line = values ? chunks_n : chunks_m;
+  const auto inside = [&](int chunk) { return chunk < line ? chunk : line; };
+  const int begin = inside((values ? block : block - ahead) * share);
+  return {values, begin, inside(begin + share)};
+}
+
+// What a block walks as its n-th: chunks `first` to `last` of a job, numbered from `from` on; no
+// job (-1) behind the last.
+struct JobRun {
+  int job, first, last, from;
+};
+__host__ __device__ inline JobRun find_run(const LineShare& share, int length, int n) {
+  const int job = (share.end + length - 1) / length - 1 - n, start = job * length;
+  if (share.end == share.begin || job < 0 || start + length <= share.begin) return {-1, 0, 0, 0};
+  const int first = share.begin > start ? share.begin - start : 0;
+  const int last = share.end - start < length ? share.end - start : length;
+  return {job, first, last, share.end - start - last};
 }
 
 // Parts of a sequence.
@@ -60,18 +102,10 @@ __device__ __forceinline__ int list_runs(const ScanArgs& args, Run (&runs)[kMost
     all[i] = __reduce_add_sync(0xffffffffu, all[i]);
     all[i] *= (a.cu_seqlens ? 1 : sequences) * heads * tiles * length;
   }
-  const auto blocks_of = [](int chunks, int share) { return (chunks + share - 1) / share; };
-  const int blocks = gridDim.x;
-  int share = max(length, blocks_of(all[0] + all[1], blocks));
-  while (blocks_of(all[0], share) + blocks_of(all[1], share) > blocks) ++share;
-  const int ahead = blocks_of(all[0], share);  // blocks of N
-  const bool values = blockIdx.x < ahead;
-  const int line = values ? all[0] : all[1], block = values ? blockIdx.x : blockIdx.x - ahead;
-  const int begin = min(block * share, line), end = min(begin + share, line);
-  const int index = (end + length - 1) / length - 1 - lane;  // of this lane's job
-  const int start = index * length;
-  const bool any = end > begin && index >= 0 && start + length > begin;
-  if (any) {
+  const LineShare share = share_line(all[0], all[1], length, gridDim.x, blockIdx.x);
+  const bool values = share.values;
+  const auto [index, first, last, from] = find_run(share, length, lane);
+  if (index >= 0) {
     int sequence = 0, job = index / (heads * tiles);
     const auto jobs_of = [&](int n) { return max(count_parts(a, n, part_tokens) - 2 + values, 0); };
     if (a.cu_seqlens) {
@@ -81,7 +115,6 @@ __device__ __forceinline__ int list_runs(const ScanArgs& args, Run (&runs)[kMost
     }
     // The first part, which has no M, last.
     const int part = values ? (job + 1) % jobs_of(sequence) : job + 1;
-    const int first = max(begin - start, 0), last = min(end - start, length);
     Run run;
     run.values = values;
     run.resumes = first > 0, run.breaks_off = last < length;
@@ -94,7 +127,7 @@ __device__ __forceinline__ int list_runs(const ScanArgs& args, Run (&runs)[kMost
     p.first = part == 0, p.last = false;
     p.row = a.cu_seqlens ? 0 : sequence;
     // Chunks are numbered on from the run before.
-    p.from = end - min(end, start + length);
+    p.from = from;
     p.tokens = int64_t{p.from + last - first} * kC;
     const int chunk = part * length + first - p.from;  // that would be number 0, in the sequence
     p.part = first_slot(a, sequence, part_tokens) + part;
@@ -102,7 +135,7 @@ __device__ __forceinline__ int list_runs(const ScanArgs& args, Run (&runs)[kMost
     p.slot = static_cast<int>(first_slot(a, sequence, kC)) + chunk;
     runs[lane] = run;
   }
-  return __popc(__ballot_sync(0xffffffffu, any));
+  return __popc(__ballot_sync(0xffffffffu, index >= 0));
 }
 
 }  // namespace efla::cuda::sm90

@@ -31,11 +31,8 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int sh
   return cudaSuccess;
 }
 
-// Blocks of Walk::kAdvance: as many as processors, if shares are then not too long to be listed.
 inline int64_t advance_blocks(const ChunkArgs& a, int64_t places, int tile_columns) {
-  const int64_t jobs = 2 * places * a.value_heads * (a.columns / tile_columns);  // at most
-  const int64_t fewest = (jobs + kMostRuns - 3) / (kMostRuns - 2);
-  return std::min(jobs, std::max({int64_t{2}, processors(), fewest}));
+  return advance_blocks(2 * places * a.value_heads * (a.columns / tile_columns), processors());
 }
 
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>

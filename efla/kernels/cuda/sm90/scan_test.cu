@@ -1,9 +1,14 @@
 // The Hopper scan and its backward against the float64 reference under every plan. Needs a GPU of
 // compute capability 9.0 (label gpu).
 
+#include <gtest/gtest.h>
+#include <rapidcheck.h>
+#include <rapidcheck/gtest.h>
+
 #include <tuple>
 
 #include "efla/kernels/cuda/delta_rule_test.h"
+#include "efla/kernels/cuda/sm90/advance_share.cuh"
 #include "efla/kernels/cuda/sm90/backward.h"
 
 namespace efla::cuda {
@@ -253,6 +258,48 @@ TEST_P(LongBackward, GradientsHalf) { check_backward<__half>(GetParam(), 3e-3, F
 
 INSTANTIATE_TEST_SUITE_P(Cases, LongBackward, testing::ValuesIn(long_cases()),
                          [](const auto& info) { return info.param.name; });
+
+// How kAdvance's walks are shared out, without a device: every chunk of every job once and in
+// order, what is handed over so early that nobody takes longer than a share.
+RC_GTEST_PROP(AdvanceShare, EveryChunkOnceAndInOrder, ()) {
+  const int length = *rc::gen::inRange(1, 70), jobs_n = *rc::gen::inRange(1, 400);
+  const int jobs[2] = {jobs_n, *rc::gen::inRange(0, jobs_n + 1)};
+  const int processors = *rc::gen::inRange(1, 200);
+  const auto blocks = static_cast<int>(sm90::advance_blocks(2 * jobs_n, processors));
+  std::vector<int> walked[2];  // chunks of each job so far
+  for (int line = 0; line < 2; ++line) walked[line].resize(jobs[line]);
+  sm90::JobRun ahead{};  // what the block before does first
+  bool ahead_values = false;
+  int longest = 0;  // share
+  for (int block = 0; block < blocks; ++block) {
+    const auto share = sm90::share_line(jobs[0] * length, jobs[1] * length, length, blocks, block);
+    longest = std::max(longest, share.end - share.begin);
+    int number = 0, n = 0;
+    sm90::JobRun opening{};
+    for (sm90::JobRun run; (run = sm90::find_run(share, length, n)).job >= 0; ++n) {
+      RC_ASSERT(n < sm90::kMostRuns);
+      RC_ASSERT(run.job < jobs[!share.values]);
+      RC_ASSERT(0 <= run.first && run.first < run.last && run.last <= length);
+      RC_ASSERT(run.from == number);
+      int& done = walked[!share.values][run.job];
+      RC_ASSERT(done == run.first);
+      if (run.first > 0) {  // it goes on where the block before has broken off, by then
+        RC_ASSERT(share.values == ahead_values && run.job == ahead.job && ahead.last == run.first);
+        const int begins = std::max(run.from, ahead.last - ahead.first);
+        RC_ASSERT(begins + run.last - run.first <= longest);
+        RC_ASSERT(sm90::find_run(share, length, n + 1).job < 0);
+      }
+      if (run.last < length) RC_ASSERT(n == 0);
+      if (n == 0) opening = run;
+      done = run.last;
+      number += run.last - run.first;
+    }
+    ahead = opening, ahead_values = share.values;
+  }
+  for (const auto& line : walked) {
+    for (const int done : line) RC_ASSERT(done == length);
+  }
+}
 
 TEST(Dispatch, HeadSizesOfBothFamilies) {
   if (!is_hopper()) GTEST_SKIP() << "not a device of compute capability 9.0";
