@@ -396,6 +396,7 @@ class DeltaRuleFunction : public torch::autograd::Function<DeltaRuleFunction> {
     auto [o, final_state, states] =
         call_forward(q, k, v, beta, log_decay, initial_state, cu_seqlens, rule, scale,
                      output_final_state, qk_l2norm, sequential, keeps_states(q) && !recompute);
+    if (recompute) states = at::empty({0}, states.options());  // nor what cuda_forward() left
     ctx->save_for_backward({q, k, v, beta, log_decay.value_or(Tensor()),
                             initial_state.value_or(Tensor()), cu_seqlens.value_or(Tensor()),
                             states});

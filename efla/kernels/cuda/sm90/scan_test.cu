@@ -264,7 +264,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, LongBackward, testing::ValuesIn(long_cases()),
 RC_GTEST_PROP(AdvanceShare, EveryChunkOnceAndInOrder, ()) {
   const int length = *rc::gen::inRange(1, 70), jobs_n = *rc::gen::inRange(1, 400);
   const int jobs[2] = {jobs_n, *rc::gen::inRange(0, jobs_n + 1)};
-  const int processors = *rc::gen::inRange(1, 200);
+  const int processors = *rc::gen::element(1, 3, 16, 132, 200);
   const auto blocks = static_cast<int>(sm90::advance_blocks(2 * jobs_n, processors));
   std::vector<int> walked[2];  // chunks of each job so far
   for (int line = 0; line < 2; ++line) walked[line].resize(jobs[line]);
@@ -298,6 +298,17 @@ RC_GTEST_PROP(AdvanceShare, EveryChunkOnceAndInOrder, ()) {
   }
   for (const auto& line : walked) {
     for (const int done : line) RC_ASSERT(done == length);
+  }
+}
+
+// However few processors, a block's runs can be listed.
+TEST(AdvanceShare, ListsAreLongEnough) {
+  for (int jobs = 1; jobs < 300; ++jobs) {
+    const auto blocks = static_cast<int>(sm90::advance_blocks(2 * jobs, 1));
+    for (int block = 0; block < blocks; ++block) {
+      const auto share = sm90::share_line(2 * jobs, 2 * jobs, 2, blocks, block);
+      ASSERT_LT(sm90::find_run(share, 2, sm90::kMostRuns).job, 0) << jobs << ", " << block;
+    }
   }
 }
 
