@@ -236,7 +236,7 @@ void run_backward_by_heads(const DeltaRuleArguments& a, const OptionalTensor& in
     std::array<Tensor, kGradients> slice;
     for (int i = 0; i < kGradients; ++i) {
       slice[i] = g[i].dim() <= 1          ? g[i]
-                 : i == kGradInitialState ? at::empty_like(state(g[i]))
+                 : i == kGradInitialState ? at::empty(half.of(g[i], 1).sizes(), g[i].options())
                                           : half.of(g[i]);
     }
     const Tensor states =

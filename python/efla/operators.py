@@ -57,9 +57,10 @@ def chunk(
             its values are checked at once (beside CUDA tensors too: it is copied); on a GPU by a
             kernel, see :func:`check_errors`.
         qk_l2norm: divides q and k by their norms, ``x * rsqrt(sum(x * x) + 1e-6)``.
-        recompute: forward keeps no states, and backward goes over one half of the tokens after the
-            other (packed: of the heads), with half the workspace. That takes the forward of the
-            first half once more; on the CPU, which keeps states otherwise, of both.
+        recompute: forward keeps nothing but the inputs, and backward goes over one half of the
+            tokens after the other, with half the workspace. That takes the forward of the first half
+            once more. Packed sequences go by halves of the heads instead (with one head not at all).
+            On the CPU, which keeps states otherwise, both halves' forwards are repeated.
 
     Returns:
         o ``[B, T, HV, V]`` in q's dtype, and the final state ``[N, HV, K, V]`` or None.

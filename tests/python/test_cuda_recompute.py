@@ -86,8 +86,6 @@ def test_some_gradients(names, cu_seqlens):
     found = dict(zip(names, grads))
     bad = failures(found, expected, torch.float32, "some")
     assert not bad, "\n".join(bad)
-    for name in set(x) - set(names):
-        assert x[name].grad is None
 
 
 def test_without_states():
@@ -103,14 +101,16 @@ def test_without_states():
         assert ((a - b).norm() <= 1e-5 * a.norm()).item(), name
 
 
+@pytest.mark.parametrize("tokens", [1100, 4200])  # Hopper splits the latter
 @pytest.mark.parametrize("packed", [False, True])
-def test_nothing_is_kept_but_the_inputs(packed):
+def test_nothing_is_kept_but_the_inputs(packed, tokens):
+    cu_seqlens = [0, 600, tokens] if packed else None
     case = problem(
-        torch.float32, batch=1, tokens=1100, cu_seqlens=[0, 600, 1100] if packed else None
+        torch.bfloat16, batch=1, tokens=tokens, key_dim=64, value_dim=64, cu_seqlens=cu_seqlens
     )
-    x = on_device(case, torch.float32)
+    x = on_device(case, torch.bfloat16)
     x = {n: t.requires_grad_() for n, t in x.items() if t is not None and "grad" not in n}
-    offsets = torch.tensor([0, 600, 1100], device=DEVICE) if packed else None
+    offsets = torch.tensor(cu_seqlens, device=DEVICE) if packed else None
     saved = []
 
     def pack(t):
@@ -120,8 +120,9 @@ def test_nothing_is_kept_but_the_inputs(packed):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         efla.chunk(**x, cu_seqlens=offsets, recompute=True)
     own = {t.untyped_storage().data_ptr() for t in (*x.values(), offsets) if t is not None}
-    assert len(saved) >= len(x)
-    assert all(t.numel() == 0 or t.untyped_storage().data_ptr() in own for t in saved)
+    beside = [t for t in saved if t.untyped_storage().data_ptr() not in own]
+    assert len(saved) - len(beside) >= len(x)
+    assert sum(t.untyped_storage().nbytes() for t in beside) == 0
 
 
 @needs_gpu

@@ -6,8 +6,9 @@
 // the job's result belongs; the upper block goes on from there, after all else. A share is no
 // shorter than a job, so that both are done within the time of a share (McNaughton's rule, 1959).
 // Who waits, waits for a block with a lower number, which starts no later, for what that block does
-// first, which waits for nobody. Both lines have the same parts at the same places, so that N and M
-// of a part are walked at nearly the same time and share loads in the second cache.
+// first, which waits for nobody. Both lines have a sequence's parts at the same places, so that N
+// and M of a part are walked at nearly the same time and share loads in the second cache. (Of later
+// sequences M is a job further for each.)
 #pragma once
 
 #include <algorithm>
@@ -31,6 +32,7 @@ __device__ __forceinline__ void hand_over(const ScanArgs& args) {
 __device__ __forceinline__ void take_over(const ScanArgs& args) {
   while (agreed(load_acquire(hand_overs(args, blockIdx.x - 1))) == 0) {
   }
+  __syncwarp();
 }
 
 // Blocks for so many jobs or fewer: as many as processors, if no share is then too long to be

@@ -1,7 +1,8 @@
 // The serial part of the forward on Hopper: one block per (part of a sequence, value head, tile of
-// V). A warpgroup per 64 columns of V holds its rows of the transposed state, S^T [64, K], in float
-// registers for the whole walk; two more warpgroups prepare chunks ahead, one of which also feeds
-// all through the copy engine (scan_prepare.cuh). Per chunk of 64 tokens
+// V), or for Walk::kAdvance per share of these (advance_share.cuh). A warpgroup per 64 columns of V
+// holds its rows of the transposed state, S^T [64, K], in float registers for the whole walk; two
+// more warpgroups prepare chunks ahead, one of which also feeds all through the copy engine
+// (scan_prepare.cuh). Per chunk of 64 tokens
 //
 //   R^T = w V^T - e (S^T K^T)        U^T = R^T A_hat^T
 //   O^T = gate_q (S^T Q^T) + U^T P_hat^T
@@ -34,7 +35,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int column = p.column0 + 64 * group;  // of V
-  const bool whole = args.part_tokens == 0 || (kWalk == Walk::kAdvance && p.first);
+  const bool whole = args.part_tokens == 0 || (kAdvance && p.first);
   // This lane's row of 8 columns of v and o, for the transposing 8 x 8 loads and stores.
   const int piece = thread / 32 * 2 + lane / 8 % 2;
   const uint32_t lane_offset = (lane / 16 * 8 + lane % 8) * 128 + ((piece ^ (lane % 8)) << 4);
@@ -44,7 +45,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   // Of a part.
   float* const result = (values ? args.part_results : args.transitions) +
                         (p.part * a.value_heads + p.hv) * kK * a.columns;
-  if (kWalk == Walk::kAdvance && run.resumes) {
+  if (kAdvance && run.resumes) {
     take_over(args);
     load_state<kK>(state, result, kK, static_cast<int>(a.columns), column);
   } else if (!values) {
@@ -308,6 +309,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     wait_products<0>();
     if constexpr (kOutput) pin(o);
     __syncwarp();
+    // What ordinary loads have read of these buffers is in products that have ended.
     if (lane == 0) {
       s.keys_free[i].arrive();
       s.triangles_free[j].arrive();
@@ -385,7 +387,8 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   }
   init_barriers<kInverterScores<kErase, kDecay, kWalk>>(s, args.prepared);
   const int group = threadIdx.x / kWarpgroup;
-  // Each role finds the place for itself: kept across the roles' register limits it would spill.
+  // Each role finds or reads its place for itself: kept across their register limits it would
+  // spill.
   if (group < kGroups) {
     take_registers<kWalker>();
     each_run(args, s,

@@ -1,5 +1,5 @@
-// The Hopper scan and its backward against the float64 reference under every plan. Needs a GPU of
-// compute capability 9.0 (label gpu).
+// The Hopper scan and its backward against the float64 reference under every plan. All but
+// AdvanceShare needs a GPU of compute capability 9.0 (label gpu), and skips without one.
 
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
