@@ -25,7 +25,7 @@ struct Options {
   bool output_final_state = false;
   std::optional<at::Tensor> cu_seqlens;  // [N+1] int32 or int64; then B = 1
   bool qk_l2norm = false;
-  bool recompute = false;  // backward in two halves: about half the workspace, more time
+  bool recompute = false;  // backward in two halves: on a GPU half the workspace, more time
 };
 
 /// Chunkwise-parallel form. Returns (o [B,T,HV,V], final state [N,HV,K,V] or an undefined tensor).

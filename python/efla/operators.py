@@ -60,7 +60,8 @@ def chunk(
         recompute: forward keeps nothing but the inputs, and backward goes over one half of the
             tokens after the other, with half the workspace. That takes the forward of the first half
             once more. Packed sequences go by halves of the heads instead (with one head not at all).
-            On the CPU, which keeps states otherwise, both halves' forwards are repeated.
+            For GPUs: on the CPU, which keeps few states otherwise, both halves' forwards are
+            repeated, and the peak is not lower.
 
     Returns:
         o ``[B, T, HV, V]`` in q's dtype, and the final state ``[N, HV, K, V]`` or None.
