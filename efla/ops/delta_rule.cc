@@ -176,36 +176,15 @@ ForwardResult forward_again(const DeltaRuleArguments& a, const OptionalTensor& i
                         keeps_states(a.q));
 }
 
-// A half of the arguments: tokens, or heads with their value heads, from `begin` on.
-struct ArgumentsHalf {
-  ArgumentsHalf(const DeltaRuleArguments& a, int64_t dim, int64_t begin, int64_t count)
-      : dim(dim), begin(begin), count(count), heads(a.q.size(2)) {
-    q = of(a.q), k = of(a.k), v = of(a.v), beta = of(a.beta);
-    if (given(a.log_decay)) log_decay = of(*a.log_decay);
-  }
-  // That of a tensor [B, T, H or HV, ...], or of [N, HV, ...] by heads.
-  Tensor of(const Tensor& t, int64_t axis = -1) const {
-    if (axis < 0) axis = dim;
-    const int64_t times = dim == 2 ? t.size(axis) / heads : 1;
-    return t.narrow(axis, begin * times, count * times);
-  }
-  DeltaRuleArguments arguments(const DeltaRuleArguments& a) const {
-    return {a.op, q, k, v, beta, log_decay, a.rule, a.scale, a.qk_l2norm};
-  }
-  int64_t dim, begin, count, heads;
-  Tensor q, k, v, beta;
-  OptionalTensor log_decay;
-};
-
 // The same as run_backward() with half of its workspace and nothing that a forward kept. The second
-// half of the tokens first, from the state between the halves; `middle` is that state, with what
-// the forward of the first half kept.
+// half of the tokens first, from the state between the halves, which is in `first`, what the
+// forward of the first half gives.
 void run_backward_by_tokens(const DeltaRuleArguments& a, const OptionalTensor& initial_state,
                             const Tensor& grad_o, const Tensor& grad_final_state,
-                            const std::vector<ArgumentsHalf>& halves, const ForwardResult& first,
+                            const std::vector<ArgumentsSlice>& halves, const ForwardResult& first,
                             const std::array<Tensor, kGradients>& g) {
   const auto& [unused, middle, first_states] = first;
-  const auto slices = [&](const ArgumentsHalf& half, const Tensor& grad_initial_state) {
+  const auto slices = [&](const ArgumentsSlice& half, const Tensor& grad_initial_state) {
     std::array<Tensor, kGradients> slice;
     for (int i = 0; i < kGradInitialState; ++i) slice[i] = g[i].dim() > 1 ? half.of(g[i]) : g[i];
     slice[kGradInitialState] = grad_initial_state;
@@ -228,7 +207,7 @@ void run_backward_by_heads(const DeltaRuleArguments& a, const OptionalTensor& in
                            const std::array<Tensor, kGradients>& g) {
   const int64_t heads = a.q.size(2);
   for (int64_t begin = 0, count = (heads + 1) / 2; begin < heads; begin += count) {
-    const ArgumentsHalf half(a, 2, begin, std::min(count, heads - begin));
+    const ArgumentsSlice half(a, 2, begin, std::min(count, heads - begin));
     const DeltaRuleArguments part = half.arguments(a);
     const auto state = [&](const Tensor& t) { return half.of(t, 1).contiguous(); };
     OptionalTensor initial;
@@ -275,7 +254,7 @@ Gradients backward_kernel(const Tensor& grad_o, const OptionalTensor& grad_final
   const int64_t half = (s.tokens + 127) / 128 * 64;
   const bool by_tokens = recompute && !prepared.packed() && half < s.tokens && !prepared.empty();
   const bool by_heads = recompute && prepared.packed() && !prepared.empty();
-  std::vector<ArgumentsHalf> halves;
+  std::vector<ArgumentsSlice> halves;
   ForwardResult first;
   if (by_tokens) {
     halves.emplace_back(readable, 1, 0, half);

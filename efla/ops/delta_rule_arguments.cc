@@ -145,6 +145,18 @@ c10::SymInt check_sequences(const DeltaRuleArguments& a, const SymbolicShape& s,
   return sequences;
 }
 
+ArgumentsSlice::ArgumentsSlice(const DeltaRuleArguments& a, int64_t dim, int64_t begin,
+                               int64_t count)
+    : dim(dim), begin(begin), count(count), heads(a.q.size(2)) {
+  q = of(a.q), k = of(a.k), v = of(a.v), beta = of(a.beta);
+  if (given(a.log_decay)) log_decay = of(*a.log_decay);
+}
+
+at::Tensor ArgumentsSlice::of(const at::Tensor& t, int64_t axis) const {
+  const int64_t times = dim == 2 ? t.size(axis) / heads : 1;  // value heads of a head
+  return t.narrow(axis, begin * times, count * times);
+}
+
 // const_data_ptr: reading an input must not unshare copy-on-write storage.
 View view_of(const at::Tensor& t, bool has_token_axis) {
   const auto s = t.strides();

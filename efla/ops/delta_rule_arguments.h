@@ -72,6 +72,23 @@ void prepare_problem(const DeltaRuleArguments& arguments,
                      const std::optional<at::Tensor>& initial_state,
                      const std::optional<at::Tensor>& cu_seqlens, PreparedProblem& out);
 
+/// A slice of the arguments: tokens (dim 1) or heads (2) with their value heads, `count` from
+/// `begin` on.
+struct ArgumentsSlice {
+  ArgumentsSlice(const DeltaRuleArguments& a, int64_t dim, int64_t begin, int64_t count);
+  /// That of a tensor [B, T, H or HV, ...], or along `axis` where others have that dimension.
+  at::Tensor of(const at::Tensor& t, int64_t axis) const;
+  at::Tensor of(const at::Tensor& t) const { return of(t, dim); }
+  /// With the rest of `a`. They refer to this slice's tensors.
+  DeltaRuleArguments arguments(const DeltaRuleArguments& a) const {
+    return {a.op, q, k, v, beta, log_decay, a.rule, a.scale, a.qk_l2norm};
+  }
+
+  int64_t dim, begin, count, heads;
+  at::Tensor q, k, v, beta;
+  std::optional<at::Tensor> log_decay;
+};
+
 /// Strides of a tensor [B, T, H, ...] (or [B, H, ...]) whose rows are contiguous.
 View view_of(const at::Tensor& t, bool has_token_axis = true);
 MutableView mutable_view_of(const at::Tensor& t, bool has_token_axis = true);
