@@ -178,8 +178,9 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
 #pragma unroll 1
   for (int c = p.from; warp == 0 && c < count(Shared::kKeyStages); ++c) feeder.keys(c);
 #pragma unroll 1
-  for (int c = p.from; warp == 1 && run.values && c < count(Shared::kValueStages); ++c)
+  for (int c = p.from; warp == 1 && run.values && c < count(Shared::kValueStages); ++c) {
     feeder.values(c);
+  }
 #pragma unroll 1
   for (int c = 0; warp == 2 && !prepared && c < count(Shared::kQueryStages); ++c) {
     feeder.queries(c);
