@@ -24,7 +24,7 @@ struct JoinShared {
 
 // The products' inner elements are permuted so that what a lane needs of 16 lies together in M, or
 // in reverse falls into different banks: lane 4 g + t has 4 t + (0 to 3), or t + 4 (0 to 3).
-// Writes an element's columns g and g + 8 of S^T into its operand, x by x.
+// Writes row `row` of S, columns g (x) and g + 8 (y), where the operands have it.
 template <bool kReverse, int kSteps>
 __device__ __forceinline__ void write_operand(uint4 (&operand)[kSteps][32], int row, int g,
                                               uint32_t x, uint32_t y) {

@@ -61,6 +61,9 @@ __device__ __forceinline__ void fence_barrier_init() {
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// Tells nvcc that a warp's threads have the same x: a branch on it then leaves uniform registers in
+// use.
+__device__ __forceinline__ int agreed(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 // The first thing that a kernel of launch() does: waits for what the stream holds ahead, and lets
 // the launch behind this one begin to do the same.
 __device__ __forceinline__ void wait_for_stream() {

@@ -32,7 +32,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   const bool values = run.values;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  const int group = agreed(threadIdx.x / kWarpgroup);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int column = p.column0 + 64 * group;  // of V
   const bool whole = args.part_tokens == 0 || (kAdvance && p.first);

@@ -62,7 +62,7 @@ __device__ __forceinline__ void prepare(const ChunkArgs& a, ScanShared<kK, kV, k
   constexpr bool kScores = !kInverterScores<kErase, kDecay, kWalk>;
   constexpr bool kFolded = kFoldedFactors<T, kErase, kDecay, kWalk>;
   int thread = threadIdx.x % kWarpgroup;
-  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+  const int warp = agreed(thread / 32);
   zero_tiles(s.scores, thread);  // below the diagonal they stay zero
   OwedDecay owed;
   const int all = chunks_of(p) > 0 ? static_cast<int>(p.tokens) : 0;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void feed_and_invert(const ScanMaps& maps, const Scan
   const Place& p = run.place;
   int thread = threadIdx.x % kWarpgroup;
   const int chunks = chunks_of(p);
-  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+  const int warp = agreed(thread / 32);
   const Feeder<Shared> feeder{maps, s, p};
   const bool prepared = kWalk == Walk::kAdvance || (kWalk == Walk::kKeep && args.prepared);
   const bool inverts = kErase && !prepared;
@@ -289,7 +289,7 @@ template <typename T, int kK, bool kErase, bool kDecay, bool kScores>
 __device__ __forceinline__ void prepare_all(const ChunkArgs& a, PrepareShared<kK, kScores>& s,
                                             const Place& p) {
   int thread = threadIdx.x % kWarpgroup;
-  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
+  const int warp = agreed(thread / 32);
   zero_tiles(s.scratch.inverse, thread);
   zero_tiles(s.inverse, thread);
   if (kScores) zero_tiles(s.scores, thread);

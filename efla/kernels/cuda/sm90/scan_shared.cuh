@@ -70,10 +70,6 @@ struct PrepareShared {
   Barrier queries_full[kQueryStages], queries_free[kQueryStages];
 };
 
-// Tells nvcc that a warp's threads have the same x: a branch on it then leaves uniform registers in
-// use.
-__device__ __forceinline__ int agreed(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-
 // Lane 0 of a warp arrives for all its lanes.
 __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
   __syncwarp();

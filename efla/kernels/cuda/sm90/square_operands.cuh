@@ -225,11 +225,11 @@ __device__ __forceinline__ void make_lower(GradientShared<kDim>& s, const TokenF
   float pair[kColumns / 2], gram[kColumns / 2];
   // Made anew: what would be kept through the chain's loop would be spilled there.
   const int thread = read_thread();
-  const int group = __shfl_sync(0xffffffffu, thread / kWarpgroup, 0);
+  const int group = agreed(thread / kWarpgroup);
   const int warp = thread / 32 % 4, lane = thread % 32;
   int none = 0;
   hide(none);
-  none = __shfl_sync(0xffffffffu, none, 0);
+  none = agreed(none);
   const int from_row = group * kColumns * 128 / 16;
   fence_products();
 #pragma unroll

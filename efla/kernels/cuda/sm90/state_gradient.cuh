@@ -112,7 +112,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   const ChunkArgs& a = args.common;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  const int group = agreed(threadIdx.x / kWarpgroup);
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
   const int column = 64 * group;
   const int part = warp * 2 + lane / 8 % 2;
