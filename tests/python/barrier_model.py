@@ -35,17 +35,20 @@ def barriers(count, arrivals):
 
 
 class NamedBarrier:
-    """bar.sync of so many warps."""
+    """bar.sync of so many warps, some of which may only arrive (bar.arrive)."""
 
     def __init__(self, warps=4):
         self.warps = warps
         self.waiting = self.generation = 0
 
-    def sync(self):
-        mine = self.generation
+    def arrive(self):
         self.waiting += 1
         if self.waiting == self.warps:
             self.waiting, self.generation = 0, self.generation + 1
+
+    def sync(self):
+        mine = self.generation
+        self.arrive()
         return lambda: self.generation != mine
 
 

@@ -36,18 +36,21 @@ struct BFragment<float> {
 };
 using CFragment = float[4];
 
-// Rounds two floats to T and packs them, the first in the low half.
+// Rounds two floats to T and packs them, the first in the low half. (What the types' own functions
+// return nvcc may take apart, to keep the halves in registers of their own across a loop.)
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 template <>
 __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 template <>
 __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 // Two C tiles side by side, [16, 8 | 8], as an A.

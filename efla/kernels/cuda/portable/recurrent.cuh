@@ -2,7 +2,8 @@
 // the state.
 //
 // A block owns kColumns columns of a state [K, V] in registers for all its tokens: a thread has
-// kVec columns, which are 16 bytes where the state allows it, of kRows rows that follow each other.
+// kVec columns, which are 16 bytes where the state allows it, of every kParts-th row, so that what
+// the block moves at a time lies together.
 // The state's loads are issued first. While they are under way, warp w prepares token w of the next
 // kWarps ones: it divides k and q by their norms or by a power of two if they are long
 // (flow/long_key.h), leaves them in shared memory and makes the coefficients. Then, per token, with
@@ -55,7 +56,7 @@ struct Cut {
   static constexpr int kRowLanes = 32 / kColumnLanes;      // and above each other
   static constexpr int kRows = kKey / kWarps / kRowLanes;  // of a thread
   static constexpr int kElements = kKey / 32;              // of k that a lane prepares
-  static constexpr int kParts = kRowLanes * kWarps;        // that K is cut into
+  static constexpr int kParts = kRowLanes * kWarps;        // that K is cut into, row by row in turn
   // Of a multiprocessor: 128 registers a thread, fewer where that is enough. The largest keys need
   // more.
   static constexpr int kState = kRows * kVec;
@@ -74,8 +75,8 @@ struct Scalars {
 
 template <typename C>
 struct Shared {
-  // Of up to kWarps tokens: k, of unit length with l2norm and divided if it is long; q, likewise
-  // and times the scale.
+  // Of up to kWarps tokens, part after part: k, of unit length with l2norm and divided if it is
+  // long; q, likewise and times the scale.
   alignas(16) float k[C::kWarps][C::kKey];
   alignas(16) float q[C::kWarps][C::kKey];
   Scalars scalars[C::kWarps];
@@ -192,8 +193,9 @@ __device__ __forceinline__ void prepare_token(const Args& a, const Row<C::kEleme
   const float q_norm = inverse_norm(qq, q_unit) * a.scale;
 #pragma unroll
   for (int i = 0; i < C::kElements; ++i) {
-    shared.k[token][lane + 32 * i] = k[i] * k_norm;
-    shared.q[token][lane + 32 * i] = q[i] * q_norm;
+    const int row = lane + 32 * i, place = row % C::kParts * C::kRows + row / C::kParts;
+    shared.k[token][place] = k[i] * k_norm;
+    shared.q[token][place] = q[i] * q_norm;
   }
   const auto c =
       key_coefficients(a.rule, row.beta, kk * k_norm * k_norm, a.qk_l2norm ? 1.f : k_unit,
@@ -311,16 +313,16 @@ __device__ __forceinline__ void load_floats(const float* from, float (&x)[kVec])
   }
 }
 
-// The thread's part of S^T k and S^T q.
+// Part `part` of S^T k and S^T q.
 template <typename C>
-__device__ __forceinline__ void sum_rows(const float (&s)[C::kRows][C::kVec], int token, int row0,
+__device__ __forceinline__ void sum_rows(const float (&s)[C::kRows][C::kVec], int token, int part,
                                          Shared<C>& shared) {
   float sum_k[C::kVec] = {}, sum_q[C::kVec] = {};
 #pragma unroll
   for (int i = 0; i < C::kRows; i += 4) {
     float k[4], q[4];
-    load_floats(&shared.k[token][row0 + i], k);
-    load_floats(&shared.q[token][row0 + i], q);
+    load_floats(&shared.k[token][part * C::kRows + i], k);
+    load_floats(&shared.q[token][part * C::kRows + i], q);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -330,7 +332,7 @@ __device__ __forceinline__ void sum_rows(const float (&s)[C::kRows][C::kVec], in
       }
     }
   }
-  const int part = row0 / C::kRows, column = threadIdx.x % C::kColumnLanes * C::kVec;
+  const int column = threadIdx.x % C::kColumnLanes * C::kVec;
   store_floats(&shared.sums[0][part][column], sum_k);
   store_floats(&shared.sums[1][part][column], sum_q);
 }
@@ -349,8 +351,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
   const int hv = blockIdx.y;
   const int64_t sequence = a.first_sequence + blockIdx.z;
   const int first_column = blockIdx.x * C::kColumns;
-  // The thread's part of the state.
-  const int row0 = (warp * C::kRowLanes + lane / C::kColumnLanes) * C::kRows;
+  // The thread's part of the state: rows part + i kParts.
+  const int part = warp * C::kRowLanes + lane / C::kColumnLanes;
   const int column0 = first_column + lane % C::kColumnLanes * C::kVec;
   // The first kColumns threads make u, the next ones o, of one column each.
   const bool makes_u = thread < C::kColumns, finishes = thread < 2 * C::kColumns;
@@ -374,17 +376,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     }
     return;
   }
-  const int64_t offset =
-      ((slot * a.value_heads + hv) * key_dim + row0) * int64_t{a.value_dim} + column0;
+  const int64_t offset = (slot * a.value_heads + hv) * key_dim * a.value_dim + column0;
   const auto inside = [&](int i) {
-    return C::kExact || (row0 + i < key_dim && column0 < a.value_dim);
+    return C::kExact || (part + i * C::kParts < key_dim && column0 < a.value_dim);
   };
   Piece<State, C::kVec> pieces[C::kRows];
   const State* from = static_cast<const State*>(a.state_in) + offset;
 #pragma unroll
   for (int i = 0; i < C::kRows; ++i) {
     pieces[i] = a.state_in && inside(i)
-                    ? load_piece<State, C::kVec>(from + int64_t{i} * a.value_dim)
+                    ? load_piece<State, C::kVec>(from + int64_t{part + i * C::kParts} * a.value_dim)
                     : Piece<State, C::kVec>{};
   }
   int64_t v = index(a.v, b, begin, hv) + first_column + column;
@@ -411,7 +412,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     v += a.v.token;
     if (has_column && makes_u && t + 1 < end) next_v = load_bits(a.dtype, a.v, v);
 
-    sum_rows<C>(s, token, row0, shared);
+    sum_rows<C>(s, token, part, shared);
     __syncthreads();
     const Scalars x = shared.scalars[token];
     float sum = 0.f;
@@ -426,7 +427,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
     for (int i = 0; i < C::kRows; i += 4) {
       float k[4];
-      load_floats(&shared.k[token][row0 + i], k);
+      load_floats(&shared.k[token][part * C::kRows + i], k);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -442,7 +443,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     State* to = static_cast<State*>(a.state_out) + offset;
 #pragma unroll
     for (int i = 0; i < C::kRows; ++i) {
-      if (inside(i)) store_piece<State, C::kVec>(to + int64_t{i} * a.value_dim, pack<State>(s[i]));
+      if (inside(i))
+        store_piece<State, C::kVec>(to + int64_t{part + i * C::kParts} * a.value_dim,
+                                    pack<State>(s[i]));
     }
   }
 }

@@ -29,6 +29,17 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word))
                  : "memory");
   }
+  // The same where `mine`, without a branch.
+  __device__ __forceinline__ void arrive_if(bool mine) {
+    asm volatile(
+        "{\n"
+        ".reg .pred mine;\n"
+        "setp.ne.s32 mine, %1, 0;\n"
+        "@mine mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+        "}\n" ::"r"(shared_address(&word)),
+        "r"(static_cast<int>(mine))
+        : "memory");
+  }
   // Arrives, and makes the phase wait for so many bytes of copies as well.
   __device__ __forceinline__ void arrive_expecting(int bytes) {
     asm volatile(
@@ -84,7 +95,11 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
 __device__ __forceinline__ void sync_threads(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same; returns whether any of them brought true.
+// Arrives there without waiting.
+__device__ __forceinline__ void arrive_threads(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// sync_threads(); returns whether any of them brought true.
 __device__ __forceinline__ bool sync_threads_or(int id, int threads, bool value) {
   int any;
   asm volatile(
@@ -114,7 +129,7 @@ template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t pair);
 template <>
 __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 template <>
 __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
@@ -343,6 +358,18 @@ __device__ __forceinline__ void product(float (&d)[32], const uint32_t (&a)[4], 
   } else {
     EFLA_WGMMA_RS("m64n64k16", "f16", EFLA_LIST32, EFLA_D32, "%32", "%33", "%34", "%35", "%36",
                   "%37", "%38", kSign, "0");
+  }
+}
+// N = 128, likewise.
+template <typename T>
+__device__ __forceinline__ void product(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
+                                        bool accumulate) {
+  if constexpr (kIsBfloat16<T>) {
+    EFLA_WGMMA_RS("m64n128k16", "bf16", EFLA_LIST64, EFLA_D64, "%64", "%65", "%66", "%67", "%68",
+                  "%69", "%70", 1, "0");
+  } else {
+    EFLA_WGMMA_RS("m64n128k16", "f16", EFLA_LIST64, EFLA_D64, "%64", "%65", "%66", "%67", "%68",
+                  "%69", "%70", 1, "0");
   }
 }
 // N = 64, A in registers, B by columns.

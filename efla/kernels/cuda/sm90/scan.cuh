@@ -15,6 +15,7 @@
 
 #include "efla/kernels/cuda/sm90/scan_prepare.cuh"
 #include "efla/kernels/cuda/sm90/state_rows.cuh"
+#include "efla/kernels/cuda/sm90/transition.cuh"
 
 namespace efla::cuda::sm90 {
 
@@ -47,7 +48,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
                         (p.part * a.value_heads + p.hv) * kK * a.columns;
   if (kAdvance && run.resumes) {
     take_over(args);
-    load_state<kK>(state, result, kK, static_cast<int>(a.columns), column);
+    if (values) {
+      load_part<kK>(state, result, column);
+    } else {
+      load_unfinished<kK>(state, result, column);
+    }
   } else if (!values) {
     const int ahead = state_column(column) - lane % 4 * 2;  // of K's row 0: the identity
 #pragma unroll
@@ -55,10 +60,12 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       state[n] = n / 4 * 8 + n % 2 == ahead + n / 2 % 2 * 8 ? 1.f : 0.f;
     }
   } else if (const float* from = whole ? a.initial_state : args.part_states) {
-    const int keys = whole ? a.key_dim : kK;
-    const int columns = whole ? a.value_dim : static_cast<int>(a.columns);
-    from += ((whole ? p.sequence : p.part) * a.value_heads + p.hv) * keys * columns;
-    load_state<kK>(state, from, keys, columns, column);
+    if (whole) {
+      from += (p.sequence * a.value_heads + p.hv) * a.key_dim * a.value_dim;
+      load_state<kK>(state, from, a.key_dim, a.value_dim, column);
+    } else {
+      load_part<kK>(state, from + (p.part * a.value_heads + p.hv) * kK * a.columns, column);
+    }
   }
 #pragma unroll
   for (int i = 0; i < kK / 16; ++i) pack_step<T>(packed[i], &state[8 * i]);
@@ -141,13 +148,38 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
   };
 
+  // In kAdvance, whose two warpgroups nobody else keeps apart, they update their states in turn, so
+  // that one multiplies while the other rounds: the first of a run begins, the second ends.
+  constexpr bool kTurns = kAdvance && Shared::kGroups == 2;
+  const auto take_turn = [&] { sync_threads(5 + group, 2 * kWarpgroup); };
+  const auto pass_turn = [&] { arrive_threads(6 - group, 2 * kWarpgroup); };
+  if (kTurns && group == 1) pass_turn();
   if (kFoldedErase && chunks > 0) {
     uint32_t v[4][4];
     load_values(v, 0);
     start_from_values(v, 0);
   }
+  // kAdvance waits for a chunk while the last product of the one before runs, and gives that one's
+  // buffers back while its own first one does.
+  bool long_rows = false;
+  const auto await_chunk = [&](int c) {
+    const auto ring = ring_of<Shared::kKeyStages>(c);
+    const auto triangles = ring_of<Shared::kTriangleStages>(c);
+    s.ready[triangles.index].wait(triangles.round);
+    s.keys_full[ring.index].wait(ring.round);
+    long_rows = kIsBfloat16<T> && s.scalars[ring.index].whole.long_rows;
+  };
+  const auto free_chunk = [&](int c) {
+    s.keys_free[c % Shared::kKeyStages].arrive_if(lane == 0);
+    s.triangles_free[c % Shared::kTriangleStages].arrive_if(lane == 0);
+    if (!Shared::kScores) s.values_free[c % Shared::kValueStages].arrive_if(lane == 0 && values);
+  };
+  if (kAdvance) await_chunk(p.from);
 #pragma unroll 1
   for (int c = p.from; c < chunks; ++c) {
+    if (kAdvance && long_rows) {
+      shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[c % Shared::kKeyStages]);
+    }
     c = agreed(c);  // which nvcc does not see behind elect_one()
     const auto ring = ring_of<Shared::kKeyStages>(c);
     const auto triangles = ring_of<Shared::kTriangleStages>(c);
@@ -157,11 +189,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     const ChunkScalars& scalars = s.scalars[i];
     if constexpr (kFoldedErase) {  // A_hat is waited for where it is needed
       s.lower_full[i].wait(ring.round);
-    } else {
+    } else if constexpr (!kAdvance) {
       s.ready[j].wait(triangles.round);
     }
     if constexpr (kOutput) s.queries_full[qi].wait(query_ring.round);
-    if (!kOutput && args.prepared) {  // else prepare() has waited and shortened rows
+    if (kKeep && args.prepared) {  // else prepare() has waited and shortened rows
       s.keys_full[i].wait(ring.round);
       if (kIsBfloat16<T> && scalars.whole.long_rows) {
         shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[i]);
@@ -178,6 +210,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
     fence_products();
     multiply_state<T, kK, kFoldedErase>(r, packed, s.k[i]);
+    if (kAdvance && c > p.from) free_chunk(c - 1);
     float written[32] = {};  // w v^T, made while the product runs where there are registers for it
     const auto write_values = [&] {
       if (!values) return;
@@ -268,6 +301,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     pin(state);
     if constexpr (kOutput) s.scores_ready[j].wait(triangles.round);
     fence_products();
+    if (kTurns) take_turn();
     const uint64_t keys = describe_columns(s.k[i], kC * 128);
 #pragma unroll
     for (int n = 0; n < 4; ++n) product_columns<T>(state, key_u[n], keys + 128 * n, true);
@@ -294,9 +328,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       keep(a.u, 1, c, s.v[vi][group]);
       wait_products<0>();
     } else {
+      if (c + 1 < chunks) await_chunk(c + 1);
       wait_products<0>();
     }
     pin(state);
+    if (kTurns && !(group == 1 && c + 1 == chunks)) pass_turn();
     if constexpr (kDecay && kFoldedErase) {
       const float pay = scalars.whole.pay;
       if (__any_sync(0xffffffffu, pay != 1.f)) {
@@ -310,11 +346,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     if constexpr (kOutput) pin(o);
     __syncwarp();
     // What ordinary loads have read of these buffers is in products that have ended.
-    if (lane == 0) {
-      s.keys_free[i].arrive();
-      s.triangles_free[j].arrive();
-      if (!Shared::kScores && values) s.values_free[vi].arrive();
-    }
+    if (!kAdvance) free_chunk(c);
     if (kKeep || (kOutput && c > 0)) {
       if (elect_one(thread)) {
         wait_stores_read<0>();
@@ -322,6 +354,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       }
     }
   }
+  if (kAdvance) free_chunk(chunks - 1);
   if constexpr (kOutput) {
     if (chunks > 0) {
       round_output(chunks - 1);
@@ -340,7 +373,13 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   } else if constexpr (kKeep) {
     if (elect_one(thread)) wait_stores<0>();
   } else {
-    store_state<kK>(state, result, kK, static_cast<int>(a.columns), column);
+    if (values) {
+      store_part<kK>(state, result, column);
+    } else if (run.breaks_off) {
+      store_unfinished<kK>(state, result, column);
+    } else {
+      store_transition<kK>(state, result, column);
+    }
     if (run.breaks_off) hand_over(args);
   }
 }

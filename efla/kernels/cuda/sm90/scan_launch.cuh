@@ -95,9 +95,9 @@ inline float* set_parts(ScanArgs& args, const ScanPlan& plan, void* parts) {
 template <int kK, bool kReverse>
 cudaError_t launch_join(const ScanArgs& args, float* states, cudaStream_t stream) {
   const ChunkArgs& a = args.common;
-  constexpr int kBytes = sizeof(JoinShared<kK, kReverse>);
-  const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), kK / kJoinColumns);
-  return launch(join_kernel<kK, kReverse>, grid, kJoinThreads<kK>, kBytes, stream, args, states);
+  const dim3 grid(static_cast<unsigned>(a.sequences * a.value_heads), kK / 64);
+  return launch(join_kernel<kK, kReverse>, grid, kWarpgroup, sizeof(JoinShared<kK>), stream, args,
+                states);
 }
 
 // Prepares the chunks, then the state before each part, to `states`.

@@ -124,12 +124,16 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   float state[kDim / 2] = {};
   const float scale = kOverScale ? a.scale : 1.f, inverse = kOverScale ? 1.f / a.scale : 1.f;
   const bool whole = args.part_tokens == 0 || (kAdvance && p.last);
-  if (const float* from = whole ? a.grad_final_state : kAdvance ? nullptr : args.part_states) {
-    from += whole ? (p.sequence * a.value_heads + p.hv) * state_size : part_offset;
-    load_state<kDim, kPadded>(state, from, whole ? a.key_dim : kDim, whole ? a.value_dim : kDim,
-                              column);
-    scale_state(state, inverse);
+  if (whole) {
+    if (a.grad_final_state) {
+      load_state<kDim, kPadded>(
+          state, a.grad_final_state + (p.sequence * a.value_heads + p.hv) * state_size, a.key_dim,
+          a.value_dim, column);
+    }
+  } else if constexpr (!kAdvance) {
+    load_part<kDim>(state, args.part_states + part_offset, column);
   }
+  scale_state(state, inverse);
   constexpr bool kLower = kErase && !kAdvance;
   constexpr bool kHides = (kDecay || kLower) && !kAdvance;
   Ring<Shared::kStages> ring;
@@ -325,16 +329,14 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     arrive_warp(s.tokens_free[stage_now()]);
     ring.advance();
   }
-  float* to = nullptr;
-  int keys = kDim, values = kDim;
-  if constexpr (kAdvance) {
-    to = args.part_results + part_offset;
-  } else if (a.grad_initial_state && p.first) {
-    to = a.grad_initial_state + (p.sequence * a.value_heads + p.hv) * state_size;
-    keys = a.key_dim, values = a.value_dim;
-  }
   scale_state(state, scale);
-  if (to) store_state<kDim, kPadded>(state, to, keys, values, column);
+  if constexpr (kAdvance) {
+    store_part<kDim>(state, args.part_results + part_offset, column);
+  } else if (a.grad_initial_state && p.first) {
+    store_state<kDim, kPadded>(
+        state, a.grad_initial_state + (p.sequence * a.value_heads + p.hv) * state_size, a.key_dim,
+        a.value_dim, column);
+  }
 }
 
 }  // namespace efla::cuda::sm90

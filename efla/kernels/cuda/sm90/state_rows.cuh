@@ -77,6 +77,32 @@ __device__ __forceinline__ void store_state(float (&state)[kK / 2], float* data,
                            [](float& y, float x) { y = x; });
 }
 
+// The same of a state in a workspace, in no order but that of the threads: each has its elements at
+// 16 bytes beside its neighbours'. visit(four of them in memory, four in registers).
+template <int kK, typename Visit>
+__device__ __forceinline__ void visit_part(float (&state)[kK / 2], float* data, int column,
+                                           Visit visit) {
+  auto* from = reinterpret_cast<float4*>(data + column * kK) + threadIdx.x / 32 % 4 * (4 * kK) +
+               threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kK / 8; ++n) visit(from[32 * n], &state[4 * n]);
+}
+__device__ __forceinline__ void load_four(const float4& from, float* x) {
+  const float4 y = from;
+  x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
+__device__ __forceinline__ void store_four(float4& to, const float* x) {
+  to = make_float4(x[0], x[1], x[2], x[3]);
+}
+template <int kK>
+__device__ __forceinline__ void load_part(float (&state)[kK / 2], const float* data, int column) {
+  visit_part<kK>(state, const_cast<float*>(data), column, load_four);
+}
+template <int kK>
+__device__ __forceinline__ void store_part(float (&state)[kK / 2], float* data, int column) {
+  visit_part<kK>(state, data, column, store_four);
+}
+
 // d = S^T K^T (or with q in k's place, S^T Q^T) of one warpgroup, or d less that.
 template <typename T, int kK, bool kSubtract = false>
 __device__ __forceinline__ void multiply_state(float (&d)[32], const uint32_t (&state)[kK / 16][4],
