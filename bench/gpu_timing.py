@@ -1,5 +1,6 @@
 """Timing on a GPU: CUDA graphs over rotating inputs, contestants in turn, medians."""
 
+import random
 import statistics
 import time
 
@@ -48,8 +49,8 @@ def capture(call, count):
 def measure(calls, count, seconds=0.25, rounds=(7, 51)):
     """{name: (median ms, fastest ms, method)} of one call each.
 
-    calls: {name: function of i}. Every round times each of them once, in turn, so that all see the
-    same clocks and neighbours; `seconds` bounds the rounds of one contestant.
+    calls: {name: function of i}. Every round times each of them once, in an order of its own, so that
+    all see the same clocks and neighbours; `seconds` bounds the rounds of one contestant.
     """
     ready, slowest = {}, 0.0
     for name, call in calls.items():
@@ -60,8 +61,10 @@ def measure(calls, count, seconds=0.25, rounds=(7, 51)):
         slowest = max(slowest, once)
     total = min(rounds[1], max(rounds[0], int(seconds / max(slowest, 1e-5))))
     events = {name: [] for name in ready}
+    order = random.Random(0)
     for i in range(total + 2):  # two rounds to warm up
-        for name, (run, _) in ready.items():
+        for name in order.sample(list(ready), len(ready)):
+            run, _ = ready[name]
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             run()
