@@ -11,7 +11,10 @@ KEYS, VALUES, TRIANGLES = 4, 3, 4  # buffers
 
 
 class Advance(Model):
-    """A block that walks runs of so many chunks; of some chunks (`long`) rows of k are shortened."""
+    """A block that walks runs of so many chunks; of some chunks (`long`) rows of k are shortened.
+
+    Not in it: the scalars, which come with the inverse; how long reading v takes; what take_over() waits for.
+    """
 
     def __init__(self, seed, runs, values, long, late_turns=False, early_frees=False):
         super().__init__(seed)

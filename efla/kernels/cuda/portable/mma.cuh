@@ -36,8 +36,8 @@ struct BFragment<float> {
 };
 using CFragment = float[4];
 
-// Rounds two floats to T and packs them, the first in the low half. (What the types' own functions
-// return nvcc may take apart, to keep the halves in registers of their own across a loop.)
+// Rounds two floats to T and packs them, the first in the low half. By asm: what the types' own
+// functions return nvcc splits into halves, which it keeps in two registers across a loop.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 template <>

@@ -443,9 +443,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     State* to = static_cast<State*>(a.state_out) + offset;
 #pragma unroll
     for (int i = 0; i < C::kRows; ++i) {
-      if (inside(i))
+      if (inside(i)) {
         store_piece<State, C::kVec>(to + int64_t{part + i * C::kParts} * a.value_dim,
                                     pack<State>(s[i]));
+      }
     }
   }
 }

@@ -21,13 +21,14 @@ struct ScanArgs {
   // Tokens per part of a split sequence, a multiple of kC; 0: a block walks a whole sequence. Parts
   // lie in slots as chunks do (chunk_slots with part_tokens in the place of the chunk).
   int64_t part_tokens;
-  // The state that each part's walk starts from; null: zero. For the reverse walk, dS behind the
-  // part. [part slots, HV, K, V], K and V both padded to a.columns.
+  // Of each part and value head, [part slots, HV], as many floats as a state has with K and V both
+  // padded to a.columns. In the threads' order (visit_part()): the state that the part's walk
+  // starts from; null: zero. For the reverse walk, dS behind the part.
   const float* part_states;
-  // Padded likewise: each part's N, S_out = M S_in + N; the first part's is its S_out. Backwards
-  // N', dS_in = M^T dS_out + N'; the last part's is its dS_in.
+  // Likewise N, S_out = M S_in + N; the first part's is its S_out. Backwards N', dS_in = M^T dS_out
+  // + N'; the last part's is its dS_in.
   float* part_results;
-  float* transitions;  // each part's M, likewise
+  float* transitions;  // M, as a Transition (transition.cuh)
   // prepare_kernel has run: common.inverse and scalars (and scores, if not null) hold what walks
   // without output need.
   bool prepared;

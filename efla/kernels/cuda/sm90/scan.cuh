@@ -160,7 +160,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     start_from_values(v, 0);
   }
   // kAdvance waits for a chunk while the last product of the one before runs, and gives that one's
-  // buffers back while its own first one does.
+  // buffers back while its own first one does; both behind the __syncwarp() that ends the chunk.
+  // What ordinary loads have read of these buffers is in products that have ended.
   bool long_rows = false;
   const auto await_chunk = [&](int c) {
     const auto ring = ring_of<Shared::kKeyStages>(c);
@@ -345,7 +346,6 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     wait_products<0>();
     if constexpr (kOutput) pin(o);
     __syncwarp();
-    // What ordinary loads have read of these buffers is in products that have ended.
     if (!kAdvance) free_chunk(c);
     if (kKeep || (kOutput && c > 0)) {
       if (elect_one(thread)) {

@@ -82,10 +82,10 @@ __device__ __forceinline__ void store_state(float (&state)[kK / 2], float* data,
 template <int kK, typename Visit>
 __device__ __forceinline__ void visit_part(float (&state)[kK / 2], float* data, int column,
                                            Visit visit) {
-  auto* from = reinterpret_cast<float4*>(data + column * kK) + threadIdx.x / 32 % 4 * (4 * kK) +
-               threadIdx.x % 32;
+  auto* pieces = reinterpret_cast<float4*>(data + column * kK) + threadIdx.x / 32 % 4 * (4 * kK) +
+                 threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < kK / 8; ++n) visit(from[32 * n], &state[4 * n]);
+  for (int n = 0; n < kK / 8; ++n) visit(pieces[32 * n], &state[4 * n]);
 }
 __device__ __forceinline__ void load_four(const float4& from, float* x) {
   const float4 y = from;
