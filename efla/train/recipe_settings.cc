@@ -60,6 +60,7 @@ json override_value(const std::string& text) {
       return to_json_value(*node);
     }
   } catch (const toml::parse_error&) {
+    return text;
   }
   return text;
 }
