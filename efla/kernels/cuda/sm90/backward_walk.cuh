@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(kBackwardThreads<kDim, kAdvance>, 1)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   using Shared = BackwardShared<kDim, kAdvance>;
   auto& s = *reinterpret_cast<Shared*>(shared_bytes);
+  if (threadIdx.x == 0) init_barriers<kErase, kDecay>(s);
   wait_for_stream();
   if (threadIdx.x == 0) {
-    init_barriers<kErase, kDecay>(s);
     s.place = find_place(args, kDim);
     if (kAdvance && s.place.first) s.place.sequence = -1;  // nobody asks for dS before it
   }

@@ -11,7 +11,7 @@ namespace efla::cuda::sm90 {
 
 template <int kK>
 struct JoinShared {
-  Transition<kK> transitions[2];  // of a step and the next
+  alignas(1024) Transition<kK> transitions[2];  // of a step and the next
   Barrier full[2];
 };
 
@@ -39,6 +39,11 @@ template <int kK, bool kReverse>
 __global__ void __launch_bounds__(kWarpgroup) join_kernel(const ScanArgs args, float* states) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<JoinShared<kK>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    s.full[0].init(1), s.full[1].init(1);
+    fence_barrier_init();
+  }
+  __syncthreads();
   wait_for_stream();
   const ChunkArgs& a = args.common;
   const int64_t sequence = blockIdx.x / a.value_heads;
@@ -55,11 +60,6 @@ __global__ void __launch_bounds__(kWarpgroup) join_kernel(const ScanArgs args, f
   const auto place = [&](int step) {
     return ((first + (kReverse ? parts - 1 - step : step)) * a.value_heads + hv) * kK * kK;
   };
-  if (threadIdx.x == 0) {
-    s.full[0].init(1), s.full[1].init(1);
-    fence_barrier_init();
-  }
-  __syncthreads();
   // Starts copying the transition of a step; the first has none, its walk began with what enters,
   // nor has the last.
   const auto fetch = [&](int step) {
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kWarpgroup) join_kernel(const ScanArgs args, f
     multiply_transition<kK, kReverse>(to, head, m.head[0]);
     commit_products();
     write_state(from, step);
-    read_results(from, min(step + 1, parts - 1));
+    read_results(from, min(step + 1, parts - 2));  // of the last part nobody asks
     wait_products<0>();
     pin(to);
     __syncthreads();  // all have read the transition

@@ -75,8 +75,8 @@ __device__ __forceinline__ void fence_async_proxy() {
 // Tells nvcc that a warp's threads have the same x: a branch on it then leaves uniform registers in
 // use.
 __device__ __forceinline__ int agreed(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-// The first thing that a kernel of launch() does: waits for what the stream holds ahead, and lets
-// the launch behind this one begin to do the same.
+// What a kernel of launch() does before it touches global memory: waits for what the stream holds
+// ahead, and lets the launch behind this one begin to do the same.
 __device__ __forceinline__ void wait_for_stream() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -129,7 +129,12 @@ template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t pair);
 template <>
 __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
-  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  float2 x;
+  asm("{\n.reg .b16 low, high, zero;\nmov.b16 zero, 0;\nmov.b32 {low, high}, %2;\n"
+      "mov.b32 %0, {zero, low};\nmov.b32 %1, {zero, high};\n}\n"
+      : "=f"(x.x), "=f"(x.y)
+      : "r"(pair));
+  return x;
 }
 template <>
 __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
@@ -138,6 +143,10 @@ __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
 
 // ---- tensor copies ------------------------------------------------------------------------------
 
+// Has the copy engine fetch a map before it is used.
+__device__ __forceinline__ void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 // Copies the box of a map over [batch, token, head, column] that starts at the given element.
 __device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, Barrier& full,
                                          int column, int head, int token, int batch) {

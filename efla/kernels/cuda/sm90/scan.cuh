@@ -1,7 +1,7 @@
 // The serial part of the forward on Hopper: one block per (part of a sequence, value head, tile of
-// V), or for Walk::kAdvance per share of these (advance_share.cuh). A warpgroup per 64 columns of V
-// holds its rows of the transposed state, S^T [64, K], in float registers for the whole walk; two
-// more warpgroups prepare chunks ahead, one of which also feeds all through the copy engine
+// V), or for Walk::kAdvance (advance.cuh) per share of these. A warpgroup per 64 columns of V holds
+// its rows of the transposed state, S^T [64, K], in float registers for the whole walk; two more
+// warpgroups prepare chunks ahead, one of which also feeds all through the copy engine
 // (scan_prepare.cuh). Per chunk of 64 tokens
 //
 //   R^T = w V^T - e (S^T K^T)        U^T = R^T A_hat^T
@@ -13,53 +13,35 @@
 // output is rounded, which is sent off while that chunk's last products run.
 #pragma once
 
+#include "efla/kernels/cuda/sm90/advance.cuh"
 #include "efla/kernels/cuda/sm90/scan_prepare.cuh"
-#include "efla/kernels/cuda/sm90/state_rows.cuh"
-#include "efla/kernels/cuda/sm90/transition.cuh"
 
 namespace efla::cuda::sm90 {
 
 // A warpgroup with 64 rows of S^T.
 template <typename T, int kK, int kV, bool kErase, bool kDecay, Walk kWalk>
 __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
-                                     ScanShared<kK, kV, kWalk>& s, const Run& run) {
+                                     ScanShared<kK, kV, kWalk>& s, const Place& p) {
   using Shared = ScanShared<kK, kV, kWalk>;
   constexpr bool kOutput = Shared::kOutput, kKeep = Shared::kKeep;
-  constexpr bool kAdvance = kWalk == Walk::kAdvance;
   constexpr bool kFolded = kFoldedFactors<T, kErase, kDecay, kWalk>,
                  kFoldedErase = kFolded && kErase;
   const ChunkArgs& a = args.common;
-  const Place& p = run.place;
-  const bool values = run.values;
   if (p.sequence < 0) return;
   const int chunks = chunks_of(p);
-  const int group = agreed(threadIdx.x / kWarpgroup);
+  const int warp = agreed(threadIdx.x / 32), group = warp / 4;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  // One thread of the warpgroup. (Asked by its number, nvcc reads that anew each time, and waits.)
+  const auto elected = [&] { return warp % 4 == 0 && elect_one(); };
   const int column = p.column0 + 64 * group;  // of V
-  const bool whole = args.part_tokens == 0 || (kAdvance && p.first);
+  const bool whole = args.part_tokens == 0;
   // This lane's row of 8 columns of v and o, for the transposing 8 x 8 loads and stores.
   const int piece = thread / 32 * 2 + lane / 8 % 2;
   const uint32_t lane_offset = (lane / 16 * 8 + lane % 8) * 128 + ((piece ^ (lane % 8)) << 4);
 
   float state[kK / 2] = {};
   uint32_t packed[kK / 16][4];
-  // Of a part.
-  float* const result = (values ? args.part_results : args.transitions) +
-                        (p.part * a.value_heads + p.hv) * kK * a.columns;
-  if (kAdvance && run.resumes) {
-    take_over(args);
-    if (values) {
-      load_part<kK>(state, result, column);
-    } else {
-      load_unfinished<kK>(state, result, column);
-    }
-  } else if (!values) {
-    const int ahead = state_column(column) - lane % 4 * 2;  // of K's row 0: the identity
-#pragma unroll
-    for (int n = 0; n < kK / 2; ++n) {
-      state[n] = n / 4 * 8 + n % 2 == ahead + n / 2 % 2 * 8 ? 1.f : 0.f;
-    }
-  } else if (const float* from = whole ? a.initial_state : args.part_states) {
+  if (const float* from = whole ? a.initial_state : args.part_states) {
     if (whole) {
       from += (p.sequence * a.value_heads + p.hv) * a.key_dim * a.value_dim;
       load_state<kK>(state, from, a.key_dim, a.value_dim, column);
@@ -96,7 +78,7 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     arrive_warp(s.output_full[group]);
   };
   const auto send_output = [&](int c) {
-    if (!elect_one(thread)) return;
+    if (!elected()) return;
     s.output_full[group].wait(c & 1);
     store_box(maps.o, s.o[group], column, p.hv, static_cast<int>(p.begin) + c * kC,
               static_cast<int>(p.row));
@@ -138,8 +120,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
   // Sends this warpgroup's tiles of chunk c to a workspace, once all have written them.
   const auto keep = [&](void* workspace, int count, int c, const void* tiles) {
     fence_async_proxy();
-    sync_threads(2 + group, kWarpgroup);
-    if (elect_one(thread)) {
+    sync_threads(kKeepBarrier + group, kWarpgroup);
+    if (elected()) {
       const int bytes = count * Shared::kTile;
       store_bytes(static_cast<unsigned char*>(workspace) +
                       (workspace_place(a, p, c) * Shared::kGroups + group) * bytes,
@@ -148,39 +130,13 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
   };
 
-  // In kAdvance, whose two warpgroups nobody else keeps apart, they update their states in turn, so
-  // that one multiplies while the other rounds: the first of a run begins, the second ends.
-  constexpr bool kTurns = kAdvance && Shared::kGroups == 2;
-  const auto take_turn = [&] { sync_threads(5 + group, 2 * kWarpgroup); };
-  const auto pass_turn = [&] { arrive_threads(6 - group, 2 * kWarpgroup); };
-  if (kTurns && group == 1) pass_turn();
   if (kFoldedErase && chunks > 0) {
     uint32_t v[4][4];
     load_values(v, 0);
     start_from_values(v, 0);
   }
-  // kAdvance waits for a chunk while the last product of the one before runs, and gives that one's
-  // buffers back while its own first one does; both behind the __syncwarp() that ends the chunk.
-  // What ordinary loads have read of these buffers is in products that have ended.
-  bool long_rows = false;
-  const auto await_chunk = [&](int c) {
-    const auto ring = ring_of<Shared::kKeyStages>(c);
-    const auto triangles = ring_of<Shared::kTriangleStages>(c);
-    s.ready[triangles.index].wait(triangles.round);
-    s.keys_full[ring.index].wait(ring.round);
-    long_rows = kIsBfloat16<T> && s.scalars[ring.index].whole.long_rows;
-  };
-  const auto free_chunk = [&](int c) {
-    s.keys_free[c % Shared::kKeyStages].arrive_if(lane == 0);
-    s.triangles_free[c % Shared::kTriangleStages].arrive_if(lane == 0);
-    if (!Shared::kScores) s.values_free[c % Shared::kValueStages].arrive_if(lane == 0 && values);
-  };
-  if (kAdvance) await_chunk(p.from);
 #pragma unroll 1
   for (int c = p.from; c < chunks; ++c) {
-    if (kAdvance && long_rows) {
-      shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[c % Shared::kKeyStages]);
-    }
     c = agreed(c);  // which nvcc does not see behind elect_one()
     const auto ring = ring_of<Shared::kKeyStages>(c);
     const auto triangles = ring_of<Shared::kTriangleStages>(c);
@@ -190,14 +146,14 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     const ChunkScalars& scalars = s.scalars[i];
     if constexpr (kFoldedErase) {  // A_hat is waited for where it is needed
       s.lower_full[i].wait(ring.round);
-    } else if constexpr (!kAdvance) {
+    } else {
       s.ready[j].wait(triangles.round);
     }
     if constexpr (kOutput) s.queries_full[qi].wait(query_ring.round);
     if (kKeep && args.prepared) {  // else prepare() has waited and shortened rows
       s.keys_full[i].wait(ring.round);
       if (kIsBfloat16<T> && scalars.whole.long_rows) {
-        shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, 4>(s.k[i]);
+        shorten_rows<T, kK / 64, Shared::kGroups * kWarpgroup, kShortenBarrier>(s.k[i]);
       }
     }
     bool wide = true;
@@ -211,10 +167,8 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     }
     fence_products();
     multiply_state<T, kK, kFoldedErase>(r, packed, s.k[i]);
-    if (kAdvance && c > p.from) free_chunk(c - 1);
     float written[32] = {};  // w v^T, made while the product runs where there are registers for it
     const auto write_values = [&] {
-      if (!values) return;
       s.values_full[vi].wait(value_ring.round);
       uint32_t v[4][4];
       read_values(v, shared_address(s.v[vi][group]) + lane_offset);
@@ -238,12 +192,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       multiply_state<T, kK>(o, packed, s.q[qi]);
       if (c > 0) end_output();
     }
-    float2 columns[8];  // read ahead of the wait where there are registers
-    if constexpr (kAdvance) read_columns(columns, scalars.erase);
+    float2 columns[8];
+    read_columns(columns, scalars.erase);
     wait_products<0>();
     pin(r);
     if constexpr (kOutput && !kFoldedErase) write_values();
-    if constexpr (!kAdvance) read_columns(columns, scalars.erase);
     scale_columns(r, columns);
     uint32_t u[4][4];
 #pragma unroll
@@ -280,12 +233,11 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
 #pragma unroll
       for (int n = 0; n < kK / 2; ++n) state[n] *= gate;
     }
-    if constexpr (kAdvance) read_columns(columns, scalars.key_out);
     if constexpr (kErase) {
       wait_products<0>();
       pin(r);
     }
-    if constexpr (!kAdvance && !kFoldedErase) read_columns(columns, scalars.key_out);
+    if constexpr (!kFoldedErase) read_columns(columns, scalars.key_out);
     uint32_t key_u[4][4];
     if (kFoldedErase && wide) scale_columns(r, scalars.key_out);
 #pragma unroll
@@ -302,7 +254,6 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     pin(state);
     if constexpr (kOutput) s.scores_ready[j].wait(triangles.round);
     fence_products();
-    if (kTurns) take_turn();
     const uint64_t keys = describe_columns(s.k[i], kC * 128);
 #pragma unroll
     for (int n = 0; n < 4; ++n) product_columns<T>(state, key_u[n], keys + 128 * n, true);
@@ -318,22 +269,18 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
       if (c > 0) send_output(c - 1);
       if (kFoldedErase && c + 1 < chunks) start_from_values(next_v, c + 1);
       wait_products<1>();
-    } else if constexpr (kKeep) {  // U, without decay over |k|, while the product runs
+    } else {  // U, without decay over |k|, while the product runs
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         stmatrix_x4_transposed(shared_address(s.v[vi][group]) + lane_offset + n * 16 * 128,
                                kDecay ? u[n] : key_u[n]);
       }
       // The state has left: all know behind the barrier.
-      if (elect_one(thread)) wait_stores_read<0>();
+      if (elected()) wait_stores_read<0>();
       keep(a.u, 1, c, s.v[vi][group]);
-      wait_products<0>();
-    } else {
-      if (c + 1 < chunks) await_chunk(c + 1);
       wait_products<0>();
     }
     pin(state);
-    if (kTurns && !(group == 1 && c + 1 == chunks)) pass_turn();
     if constexpr (kDecay && kFoldedErase) {
       const float pay = scalars.whole.pay;
       if (__any_sync(0xffffffffu, pay != 1.f)) {
@@ -346,15 +293,16 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
     wait_products<0>();
     if constexpr (kOutput) pin(o);
     __syncwarp();
-    if (!kAdvance) free_chunk(c);
-    if (kKeep || (kOutput && c > 0)) {
-      if (elect_one(thread)) {
+    // What ordinary loads have read of these buffers is in products that have ended.
+    s.keys_free[i].arrive_if(lane == 0);
+    s.triangles_free[j].arrive_if(lane == 0);
+    if (kKeep || c > 0) {
+      if (elected()) {
         wait_stores_read<0>();
         (kKeep ? s.values_free[vi] : s.output_free[group]).arrive();
       }
     }
   }
-  if (kAdvance) free_chunk(chunks - 1);
   if constexpr (kOutput) {
     if (chunks > 0) {
       round_output(chunks - 1);
@@ -365,22 +313,13 @@ __device__ __forceinline__ void walk(const ScanMaps& maps, const ScanArgs& args,
         write_output(chunks - 1);
       }
     }
-    if (elect_one(thread)) wait_stores<0>();
+    if (elected()) wait_stores<0>();
     if (a.final_state && p.last) {
       float* to = a.final_state + (p.sequence * a.value_heads + p.hv) * a.key_dim * a.value_dim;
       store_state<kK>(state, to, a.key_dim, a.value_dim, column);
     }
-  } else if constexpr (kKeep) {
-    if (elect_one(thread)) wait_stores<0>();
   } else {
-    if (values) {
-      store_part<kK>(state, result, column);
-    } else if (run.breaks_off) {
-      store_unfinished<kK>(state, result, column);
-    } else {
-      store_transition<kK>(state, result, column);
-    }
-    if (run.breaks_off) hand_over(args);
+    if (elected()) wait_stores<0>();
   }
 }
 
@@ -417,6 +356,10 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   constexpr int kWalker = !kWide ? 232 : kAdvance ? 200 : 192;
   constexpr int kPrepare = !kWide ? 152 : kAdvance ? 56 : kPlain + 8 * kLong;
   constexpr int kInvert = !kWide ? 96 : 512 - 2 * kWalker - kPrepare;
+  init_barriers<kInverterScores<kErase, kDecay, kWalk>>(s, args.prepared);
+  if (threadIdx.x == 32) prefetch(maps.k), prefetch(maps.v);
+  if (kWalk != Walk::kAdvance && threadIdx.x == 64) prefetch(maps.q);
+  if (kWalk == Walk::kOutput && threadIdx.x == 96) prefetch(maps.o);
   wait_for_stream();
   if constexpr (kAdvance) {
     if (threadIdx.x / 32 == 1) {
@@ -424,14 +367,19 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
       if (threadIdx.x % 32 == 0) s.run_count = count;
     }
   }
-  init_barriers<kInverterScores<kErase, kDecay, kWalk>>(s, args.prepared);
+  __syncthreads();
   const int group = threadIdx.x / kWarpgroup;
   // Each role finds or reads its place for itself: kept across their register limits it would
   // spill.
   if (group < kGroups) {
     take_registers<kWalker>();
-    each_run(args, s,
-             [&](const Run& run) { walk<T, kK, kV, kErase, kDecay, kWalk>(maps, args, s, run); });
+    each_run(args, s, [&](const Run& run) {
+      if constexpr (kAdvance) {
+        advance<T, kK, kV, kErase, kDecay>(args, s, run);
+      } else {
+        walk<T, kK, kV, kErase, kDecay>(maps, args, s, run.place);
+      }
+    });
   } else if (group == kGroups) {
     give_registers<kPrepare>();
     each_run(args, s, [&](const Run& run) {

@@ -9,7 +9,7 @@
 namespace efla::cuda::sm90 {
 
 // Launches a kernel so that it may begin before the work ahead of it in the stream has ended
-// (programmatic dependent launch): wait_for_stream() comes first in it.
+// (programmatic dependent launch): in it wait_for_stream() comes before all that is not its own.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
                    cudaStream_t stream, const Arguments&... arguments) {

@@ -396,7 +396,6 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocks<kScores>)
                    const int64_t part_tokens, const int hand_over_count) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& s = *reinterpret_cast<PrepareShared<kK, kScores>*>(shared_bytes);
-  wait_for_stream();
   if (threadIdx.x == 0) {
     for (int i = 0; i < s.kKeyStages; ++i) {
       s.keys_full[i].init(1), s.keys_free[i].init(4);
@@ -405,6 +404,7 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocks<kScores>)
     fence_barrier_init();
   }
   __syncthreads();
+  wait_for_stream();
   const ChunkArgs& a = args.common;
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < hand_over_count; i += kPrepareThreads) {

@@ -21,6 +21,11 @@ struct Run {
 
 inline constexpr int kMostRuns = 32;  // of a block
 
+// Named barriers of the warpgroups that walk, beside kPrepareBarrier (1) and kInvertBarrier (7):
+// one of each warpgroup's own (2, 3), one of both, and in kAdvance one that each waits at for its
+// turn (5, 6).
+inline constexpr int kKeepBarrier = 2, kShortenBarrier = 4, kTurnBarrier = 5;
+
 template <int kK, int kV, Walk kWalk>
 struct ScanShared {
   static constexpr int kGroups = kV / 64;
@@ -148,7 +153,6 @@ __device__ __forceinline__ void init_barriers(Shared& s, bool prepared) {
     for (int i = 0; i < 2; ++i) s.lower_free[i].init(kWarpgroup), s.scores_ready[i].init(4);
     fence_barrier_init();
   }
-  __syncthreads();
 }
 
 // Brings a chunk's tiles [kC, 64 kTiles] of one head into a buffer whose round that is, once it is

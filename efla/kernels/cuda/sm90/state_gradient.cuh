@@ -135,27 +135,13 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
   }
   scale_state(state, inverse);
   constexpr bool kLower = kErase && !kAdvance;
-  constexpr bool kHides = (kDecay || kLower) && !kAdvance;
-  Ring<Shared::kStages> ring;
 #pragma unroll 1
   for (int step = 0; step < chunks; ++step) {
-    // By the step where that can be: counters of their own would spill.
-    static_assert(kAdvance || Shared::kStages == 2);
-    const int i = kAdvance ? ring.index : step % 2, j = step % Shared::kOthers;
-    const uint32_t tokens_round = kAdvance ? ring.round : step / 2 & 1;
+    step = agreed(step);  // else what follows from it lies in registers, and spills
+    const auto [i, tokens_round] = ring_of<Shared::kStages>(step);
+    const auto [j, round] = ring_of<Shared::kOthers>(step);
     const ChunkScalars& scalars = s.scalars[j];
     const int kept = kAdvance ? 0 : j;
-    const uint32_t round = step / Shared::kOthers & 1;
-    // What follows from the step is found anew for each use: kept, it would be spilled.
-    const auto step_now = [&] {
-      int now = step;
-      if constexpr (kHides) hide_index<(1 << 30)>(now);
-      return now;
-    };
-    const auto round_now = [&] {
-      return kHides ? static_cast<uint32_t>(step_now() / Shared::kOthers & 1) : round;
-    };
-    const auto stage_now = [&] { return kHides ? step_now() % 2 : i; };
     s.tokens_full[i].wait(tokens_round);
     if (step == 0 && tokens_of(p, reversed(chunks, 0)) < kC) {
       clear_slack(s, tokens_of(p, reversed(chunks, 0)));
@@ -170,7 +156,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       }
     }
     hide(own_rows);  // or four addresses are kept across chunks, and spill
-    if constexpr (!kAdvance) s.grad_state_free[kept].wait(round_now() ^ 1);
+    if constexpr (!kAdvance) s.grad_state_free[kept].wait(round ^ 1);
 #pragma unroll
     for (int n = 0; n < kDim / 16; ++n) {
       uint32_t x[4];
@@ -193,18 +179,18 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     commit_products();
     float through = 0.f;
     if constexpr (!kAdvance && kDecay) {  // while the products run
-      s.state_full[kept].wait(round_now());
+      s.state_full[kept].wait(round);
       through = state_dot<T>(state, s.state[kept][group]);
       give_back(s.state_free[kept]);
     }
-    s.grad_o_full[j].wait(round_now());
+    s.grad_o_full[j].wait(round);
     uint32_t grad_o[4][4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       ldmatrix_x4_transposed(grad_o[n],
                              shared_address(s.grad_o[j][group]) + lane_offset + n * 16 * 128);
     }
-    s.triangles_full[j].wait(round_now());
+    s.triangles_full[j].wait(round);
     wait_products<0>();
     pin(u);
 #pragma unroll
@@ -214,7 +200,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       for (int h = 0; h < 2; ++h) u[4 * n + 2 * h] *= out.x, u[4 * n + 2 * h + 1] *= out.y;
     }
     if constexpr (!kAdvance && kDecay) {  // <S, dS> behind the chunk: Gamma_C S + K^T (gate_k U)
-      s.u_full[kept].wait(round_now());
+      s.u_full[kept].wait(round);
       float sum[2] = {};
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -225,7 +211,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       if constexpr (!kErase) give_back(s.u_free[kept]);  // else with L's operand
       through = sum_warp(scalars.whole.gate * through + sum[0] + sum[1]);
       const int now = read_thread();
-      if (now % 32 == 0) s.through[step_now() % 2][now / 32] = through;
+      if (now % 32 == 0) s.through[step % 2][now / 32] = through;
     }
     pin(u);
     fence_products();
@@ -248,16 +234,18 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
       for (int n = 0; n < 4; ++n) product_columns<T>(u, r[n], b + 128 * n, n > 0);
       commit_products();
     }
+    if (!kOverScale || kDecay || a.qk_l2norm) {  // gate_q dO, else dO as it is
 #pragma unroll
-    for (int n = 0; n < 16; ++n) {  // gate_q dO, column group n / 2
-      float2 query = scalar_pair(scalars.query, n / 2);
-      query.x *= inverse, query.y *= inverse;
-      uint32_t& pair = grad_o[n / 4][n % 4];
-      if constexpr (kDecay && !kAdvance && kIsBfloat16<T>) {  // fewer registers
-        pair = multiply_pairs(pair, pack<T>(query.x, query.y));
-      } else {
-        const float2 x = unpack<T>(pair);
-        pair = pack<T>(query.x * x.x, query.y * x.y);
+      for (int n = 0; n < 16; ++n) {  // column group n / 2
+        float2 query = scalar_pair(scalars.query, n / 2);
+        query.x *= inverse, query.y *= inverse;
+        uint32_t& pair = grad_o[n / 4][n % 4];
+        if constexpr (kDecay && !kAdvance && kIsBfloat16<T>) {  // fewer registers
+          pair = multiply_pairs(pair, pack<T>(query.x, query.y));
+        } else {
+          const float2 x = unpack<T>(pair);
+          pair = pack<T>(query.x * x.x, query.y * x.y);
+        }
       }
     }
     if constexpr (kDecay) {
@@ -271,7 +259,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     }
     if constexpr (!kAdvance) {
       arrive_warp(s.triangles_read[j]);
-      s.grad_r_free[kept].wait(round_now() ^ 1);
+      s.grad_r_free[kept].wait(round ^ 1);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         pack_step<T>(r[n], &u[8 * n]);
@@ -290,9 +278,7 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     pin(state);
     fence_products();
     {
-      const int stage = stage_now();
-      const uint64_t q = describe_columns(s.q[stage], kC * 128),
-                     k = describe_columns(s.k[stage], kC * 128);
+      const uint64_t q = describe_columns(s.q[i], kC * 128), k = describe_columns(s.k[i], kC * 128);
 #pragma unroll
       for (int n = 0; n < 4; ++n) product_columns<T>(state, grad_o[n], q + 128 * n, true);
       if constexpr (kErase) {
@@ -304,30 +290,28 @@ __device__ __forceinline__ void walk_back(const ScanArgs& args, BackwardShared<k
     if constexpr (!kAdvance) {  // while the products run
       sync_threads(4 + group, kWarpgroup);
       const int chunk = reversed(chunks, step);
-      s.values_full[j].wait(round_now());
+      s.values_full[j].wait(round);
       value_gradients<T, kPadded>(a, p, p.begin + int64_t{chunk} * kC, tokens_of(p, chunk), column,
                                   s.grad_r[kept][group], s.value_tile(j, group), scalars.write,
-                                  s.write_dot[step_now() % 2][group]);
-      s.write_dot_full[step_now() % 2].arrive();
+                                  s.write_dot[step % 2][group]);
+      s.write_dot_full[step % 2].arrive();
     }
     fence_async_proxy();           // as give_back():
     s.triangles_free[j].arrive();  // each thread has read scalars, and v
     wait_products<0>();
     pin(state);
     if constexpr (kLower) {
-      const int now = step_now(), stage = now % 2;
-      s.factors_full[stage].wait(now / 2 & 1);
-      s.u_full[kept].wait(now / Shared::kOthers & 1);
-      s.grad_r_full[kept].wait(now / Shared::kOthers & 1);
-      s.lower_free.wait((now & 1) ^ 1);
-      make_lower<T, kDecay>(s, s.factors[stage], s.k[stage], kept);
+      s.factors_full[i].wait(tokens_round);
+      s.u_full[kept].wait(round);
+      s.grad_r_full[kept].wait(round);
+      s.lower_free.wait((step & 1) ^ 1);
+      make_lower<T, kDecay>(s, s.factors[i], s.k[i], kept);
       s.lower_full.arrive();
-      s.factors_free[stage].arrive();
+      s.factors_free[i].arrive();
       arrive_warp(s.u_free[kept]);
       arrive_warp(s.grad_r_free[kept]);
     }
-    arrive_warp(s.tokens_free[stage_now()]);
-    ring.advance();
+    arrive_warp(s.tokens_free[i]);
   }
   scale_state(state, scale);
   if constexpr (kAdvance) {

@@ -6,11 +6,12 @@
 
 namespace efla::cuda::sm90 {
 
-// M^T [kK, kK]: of each row tiles of 64 columns, as tile_offset() has them. As large as in float.
+// M^T [kK, kK]: of each row tiles of 64 columns, as tile_offset() has them.
 template <int kK>
-struct alignas(1024) Transition {
+struct Transition {
   unsigned char head[kK / 64][kK * 128], tail[kK / 64][kK * 128];
 };
+static_assert(sizeof(Transition<128>) == 128 * 128 * sizeof(float));  // a slot of the workspace
 
 // A pair of floats as pairs of bfloat16 that add up to it.
 __device__ __forceinline__ void split(uint32_t& head, uint32_t& tail, float x, float y) {
