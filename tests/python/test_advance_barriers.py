@@ -1,4 +1,4 @@
-"""The barriers of the Hopper scan's Walk::kAdvance (efla/kernels/cuda/sm90/scan.cuh): see barrier_model.py."""
+"""The barriers of Walk::kAdvance (efla/kernels/cuda/sm90/advance.cuh): see barrier_model.py."""
 
 import itertools
 

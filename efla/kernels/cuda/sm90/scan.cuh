@@ -357,6 +357,7 @@ __global__ void __launch_bounds__(kScanThreads<kV>, 1)
   constexpr int kPrepare = !kWide ? 152 : kAdvance ? 56 : kPlain + 8 * kLong;
   constexpr int kInvert = !kWide ? 96 : 512 - 2 * kWalker - kPrepare;
   init_barriers<kInverterScores<kErase, kDecay, kWalk>>(s, args.prepared);
+  // While the stream is waited for, by warps that have nothing to set up.
   if (threadIdx.x == 32) prefetch(maps.k), prefetch(maps.v);
   if (kWalk != Walk::kAdvance && threadIdx.x == 64) prefetch(maps.q);
   if (kWalk == Walk::kOutput && threadIdx.x == 96) prefetch(maps.o);
