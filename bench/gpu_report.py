@@ -298,7 +298,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("csv", nargs="+")
     parser.add_argument("--picture", help="a PNG file to write")
-    parser.add_argument("--copy", help="bytes a second of a device copy, where the run's was a copy engine's (below 3e12 on an H200)")
+    parser.add_argument("--copy", help="bytes a second of a device copy, in place of the run's own")
     arguments = parser.parse_args()
     runs = [read(path) for path in arguments.csv]
     if arguments.copy:
