@@ -19,15 +19,22 @@ HIDDEN = {"FlashInfer split", "FlashInfer unsplit"}  # folded into FlashInfer: i
 
 
 def read(path):
-    """{"path", "head": {name: text}, "rows": [...]} of one CSV file; its numbers as floats."""
+    """{"path", "head": {name: text}, "rows": [...]} of one CSV file; its numbers as floats. Ends the
+    program where the file is none that gpu_peers.py wrote."""
     head, lines = {}, []
-    for line in Path(path).read_text().splitlines():
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"gpu_report: cannot read {path}: {error}")
+    for line in text.splitlines():
         if line.startswith("# "):
-            name, _, text = line[2:].partition(": ")
-            head[name] = text
+            name, _, value = line[2:].partition(": ")
+            head[name] = value
         else:
             lines.append(line)
     rows = list(csv.DictReader(lines))
+    if "copy" not in head or not rows or not {"table", "contestant", "dim"} <= set(rows[0]):
+        sys.exit(f"gpu_report: {path} is no whole CSV of bench/gpu_peers.py; run that to make one")
     for row in rows:
         for name in ("ms", "fastest_ms", "error", "peak_mib", "first_s"):
             row[name] = float(row[name]) if row.get(name) else None
@@ -298,11 +305,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("csv", nargs="+")
     parser.add_argument("--picture", help="a PNG file to write")
-    parser.add_argument("--copy", help="bytes a second of a device copy, in place of the run's own")
+    parser.add_argument(
+        "--copy", type=float, help="bytes a second of a device copy, in place of the run's own"
+    )
     arguments = parser.parse_args()
     runs = [read(path) for path in arguments.csv]
     if arguments.copy:
-        runs[0]["head"]["copy"] = f"{float(arguments.copy):.4g} bytes/s (given)"
+        runs[0]["head"]["copy"] = f"{arguments.copy:.4g} bytes/s (given)"
     print(markdown(runs))
     if arguments.picture:
         try:
